@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,15 +58,15 @@ def bars_of(name: str, temperature: float) -> list[tuple[str, str, float]]:
 def judge(result: Race, name: str, temperature: float, tokens: int) -> list[Bar]:
     """The limits of one race with the measured ratios."""
     how = f"T {temperature:g}" if temperature else "greedy"
-    speeds = ", ".join(f"{side} {result.median_speed(side):.0f}" for side in result.samples)
+    speeds = ", ".join(f"{side} {result.median_speed(side):.0f}" for side in result.modes)
     found = []
     for mode, over, bar in bars_of(name, temperature):
-        ratio = result.against(mode, over)
+        ratio = result.speedup(mode, over)
         value = 0.0 if ratio is None else ratio.value
         low, high = (ratio.interval if ratio else None) or (value, value)
         about = (
-            f"95 % {low:.3f} to {high:.3f}; median tok/s: {speeds}; auto's tau {result.tau.get('auto', 0):.2f}, "
-            f"{result.same}/{result.prompts} texts same, up to {tokens} tokens each"
+            f"95 % {low:.3f} to {high:.3f}; median tok/s: {speeds}; auto's tau {result.tau('auto') or 0:.2f}, "
+            f"{result.same}/{result.answers} texts same, up to {tokens} tokens each"
         )
         found.append(Bar(f"{name}, {how}: {mode} over {over}", value, bar, about))
     return found
@@ -100,8 +101,8 @@ def _product_floor(cost: RowCost) -> str:
 def judge_watch(watch: Watch) -> tuple[str, bool]:
     """Whether the waiting side and all other processes were idle, and how much of a core each kept busy."""
     shares = {"ours": watch.share("ours"), NAME: watch.share(NAME), "others": watch.others()}
-    text = ", ".join(f"{side}: {'unknown' if share is None else f'{share:.2%}'}" for side, share in shares.items())
-    ok = all(share is None or share <= (QUIET_CORES if side == "others" else 0.02) for side, share in shares.items())
+    text = ", ".join(f"{side}: {'unknown' if math.isnan(share) else f'{share:.2%}'}" for side, share in shares.items())
+    ok = not any(share > (QUIET_CORES if side == "others" else 0.02) for side, share in shares.items())
     return f"of a core, in turns that were not theirs: {text}", ok
 
 

@@ -52,10 +52,10 @@ def taus_by_type(
     files = QuantFiles("smollm2", "auto", folder, config, tokens, partial(LLM, config=config))
     seen: dict[str, dict[str, list[Sample]]] = {name: {} for name in sets}
     for kind, column in zip(types, files.columns({side: types}), strict=True):
-        with column.load() as loaded:
+        with column.load() as (llm, _):
             for name in sets:
                 texts = [conversation[0] for conversation in read_prompts(name, prompts)]
-                seen[name][kind] = chain_samples(loaded.llm, texts, tokens)
+                seen[name][kind] = chain_samples(llm, texts, tokens)
     return {name: _against_first(found) for name, found in seen.items()}
 
 

@@ -32,6 +32,7 @@ class FakeCompletion:
     finish_reason: str
     stats: RequestStats
     steps: list[StepRecord]
+    error: str | None = None
 
 
 class FakeTokenizer:
@@ -137,6 +138,12 @@ class FakeLLM:
 
     def close(self) -> None:
         self.closed = True
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def complete(self, messages: list[dict[str, str]], settings: dict[str, Any]) -> FakeCompletion:
         self.requests.append({"messages": [dict(message) for message in messages], **settings})

@@ -65,12 +65,12 @@ def _race(report: Report, llm: LLM, opponent: rival.Rival) -> None:
     for temperature in TEMPERATURES:
         for name in PUBLIC:
             seen = promises.run_race(llm, opponent, name, RACE_PROMPTS, RACE_TOKENS, temperature)
-            speeds = {f"tok_s_{SIDES.get(side, side)}": round(seen.median_speed(side)) for side in seen.samples}
+            speeds = {f"tok_s_{SIDES.get(side, side)}": round(seen.median_speed(side)) for side in seen.modes}
             for bar in promises.judge(seen, name, temperature, RACE_TOKENS):
                 _add(report, bar, **speeds)
             if seen.watch is not None:
                 text, ok = promises.judge_watch(seen.watch)
-                others = round(seen.watch.others() or 0, 4)
+                others = round(max(0.0, seen.watch.others()), 4)
                 report.add(f"{name}, T {temperature:g}: {QUIET}", text, ok, others_share=others)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.draft_drawing import MAX_LINES, Line, draw_step, draw_steps, visible
+from slipstream.cli.draft_drawing import MAX_LINES, Line, draw_step, visible
 from slipstream.cli.ui import Span, Ui, policy_line
 from slipstream.stats import Decision, PolicyStats
 from slipstream.types import Proposal, StepRecord, Verdict
@@ -137,6 +137,7 @@ def test_generate_draws_on_stderr_and_leaves_the_text_alone(cli: Any, fake_engin
     lines = done.err.splitlines()
     assert lines[0].startswith("step 1 · tree:32 · 3 of 16 accepted")
     assert lines[1] == "✓ Y│o│u│␣ ⇒ s"
+    assert sum(line.startswith("step 8 · ") for line in lines) == 1
     assert any("│\\n" in line or "⇒ \\n" in line for line in lines)
     assert "policy: tree:32 in 8 of 8 steps" in done.err and "tok/s" in lines[-1]
     assert "step 1" not in cli("generate", "--prompt", "a").err
@@ -201,9 +202,3 @@ def test_a_full_disk_is_one_sentence(cli: Any, fake_engine: type[FakeLLM], tmp_p
     assert (done.code, done.out) == (2, "")
     assert done.err == f"slipstream: cannot write the trace {tmp_path / 'steps.jsonl'}: File too large\n"
     assert fake_engine.made[0].closed
-
-
-def test_drawing_many_steps_numbers_them() -> None:
-    one = step("ab", [-1, 0], [0, 1])
-    heads = [text(line) for line in draw_steps([one, one], chr) if text(line).startswith("step")]
-    assert [head.split(" · ")[0] for head in heads] == ["step 1", "step 2"]

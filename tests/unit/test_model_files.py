@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.serve import SingleModelOptions
+from slipstream.cli.serve import single_model
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.server.serving.model_files import ModelSpec, read_models, served_name
@@ -208,7 +208,7 @@ def test_one_model_from_options(tmp_path: Path) -> None:
     assert served_name(str(tmp_path / "tiny.Q4_0.gguf")) == "tiny.Q4_0"
     assert served_name(str(tmp_path)) == tmp_path.name
     assert (served_name("smollm2"), served_name("owner/name")) == ("smollm2", "owner/name")
-    spec = SingleModelOptions("smollm2", "none", "plain").spec()
+    spec = single_model("smollm2", "none", "plain", EngineConfig())
     assert (spec.name, spec.draft, spec.preload, spec.defaults) == ("smollm2", "none", True, {"mode": "plain"})
     with pytest.raises(ConfigError, match="cannot be called 'any'"):
         ModelSpec("any", "smollm2")

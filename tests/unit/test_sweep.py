@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from slipstream.bench.intervals import Sample, ratio, ratio_interval
-from slipstream.bench.measure import BenchPlan, Ratio
-from slipstream.bench.pair_sweep import ALL_SETS, Cell, Column, ColumnResult, LoadedPair, Sweep, run_sweep
+from slipstream.bench.measure import BenchPlan, Comparison, ModeRun, Ratio
+from slipstream.bench.pair_sweep import ALL_SETS, Column, LoadedPair, Sweep, run_sweep
 from slipstream.bench.sweep_columns import QuantFiles, parse_sweep, split_adapters
-from slipstream.bench.sweep_report import SweepFolder, markdown, tau_rows
+from slipstream.bench.sweep_report import Rows, SweepFolder, markdown, tables
 from slipstream.config import EngineConfig
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.tools.conversion import convert
@@ -60,7 +60,7 @@ def test_a_ratio_of_ratios_cancels_what_both_sides_of_it_share() -> None:
 
 
 def column(name: str, llm: FakeLLM, variant: str | None = None) -> Column:
-    return Column(name, lambda: nullcontext(LoadedPair(llm)), variant)  # type: ignore[arg-type]
+    return Column(name, lambda: nullcontext((llm, {})), variant)  # type: ignore[arg-type]
 
 
 def test_every_column_answers_every_prompt_in_every_run_with_its_own_variant() -> None:
@@ -74,17 +74,16 @@ def test_every_column_answers_every_prompt_in_every_run_with_its_own_variant() -
     assert {name for name, mode, _ in asked if mode == "plain"} == {None}
     cell = result.cell(result.columns[0], ALL_SETS)
     assert result.complete and cell is not None
-    assert (len(cell.steps), cell.answers, cell.same_or_near) == (10, 20, 20)
-    # two runs of the same prompt are one sample with twice the tokens
-    assert cell.steps[0][0] == 2 * 23 and cell.tau == pytest.approx(23 / 6)
+    assert (cell.prompts, cell.answers, cell.same_or_near) == (10, 20, 20)
+    assert cell.tau == pytest.approx(23 / 6)
 
 
 def test_the_first_mode_gives_tau_and_the_last_the_speed(fake_engine: type[FakeLLM]) -> None:
     fake_engine.mode_ms = {"chain": 50.0, "auto": 0.5}
     result = run_sweep([column("a", FakeLLM("t"))], SETS, PLAN, runs=1)
-    speedup = result.columns[0].cells["one"].speedup()
-    assert speedup is not None and speedup.value == pytest.approx(23 / (6 * 0.5))
-    assert result.columns[0].cells["one"].tau == pytest.approx(23 / 6)
+    cell = result.cell(result.columns[0], "one")
+    assert cell is not None and cell.speedup is not None
+    assert cell.speedup.value == pytest.approx(23 / (6 * 0.5)) and cell.tau == pytest.approx(23 / 6)
 
 
 def test_a_column_that_cannot_be_had_is_a_row_and_the_others_go_on() -> None:
@@ -95,17 +94,22 @@ def test_a_column_that_cannot_be_had_is_a_row_and_the_others_go_on() -> None:
 
     columns = [column("a", FakeLLM("t")), Column("b", impossible), column("c", FakeLLM("t"))]
     result = run_sweep(columns, SETS, PLAN, runs=1)
-    assert [(found.name, bool(found.cells)) for found in result.columns] == [("a", True), ("b", False), ("c", True)]
+    assert [(found.name, bool(found.seen)) for found in result.columns] == [("a", True), ("b", False), ("c", True)]
     assert "b was not measured: it needs 9 MiB" in markdown(result, "t")
     assert {row[1] for row in tau_rows(result)} == {"a", "c"}
 
 
 def swept(**taus: list[float]) -> Sweep:
-    columns = [
-        ColumnResult(name, cells={"s": Cell(samples(values), samples(values), samples([1.0] * len(values)))})
-        for name, values in taus.items()
-    ]
+    columns = [Column(name, nullcontext) for name in taus]  # type: ignore[arg-type]
+    for column, values in zip(columns, taus.values(), strict=True):
+        plain, fast = ModeRun(samples=samples([1.0] * len(values))), ModeRun(samples=samples(values))
+        fast.steps = fast.samples
+        column.seen["s"] = [Comparison({"plain": plain, "chain": fast})]
     return Sweep(("chain",), ("s",), columns)
+
+
+def tau_rows(sweep: Sweep) -> Rows:
+    return tables(sweep, "t")[0][2]
 
 
 def test_few_prompts_get_no_verdict() -> None:

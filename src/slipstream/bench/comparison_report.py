@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from slipstream.bench.floors import RowCost
+from slipstream.bench.floors import RowCost, number_in
 from slipstream.bench.measure import AUTO, PLAIN, Comparison, Ratio
 from slipstream.bench.rival import NAME
 from slipstream.bench.rival_race import PrefillRace, Race
@@ -20,31 +21,40 @@ COST_HEADS = ("rows", "ms", "of one row", "byte floor", "product floor")
 
 def rows(result: Comparison) -> list[tuple[str, ...]]:
     """The rows of the table under HEADS; cells about drafts are blank if nothing was drafted."""
-    return [_row(result, name) for name in result.modes]
+    return [
+        (
+            name,
+            f"{stats.tokens_per_second:.1f}",
+            ratio_text(result.speedup(name)),
+            f"{stats.tau:.2f}" if stats.drafted else "",
+            "" if not stats.drafted else f"{stats.tau_novel:.2f}" if stats.novel_steps else "-",
+            f"{stats.accept_rate:.1%}" if stats.drafted else "",
+            "" if name == PLAIN else f"{run.same}/{result.answers}",
+        )
+        for name, run in result.modes.items()
+        for stats in (run.stats,)
+    ]
 
 
-def _row(result: Comparison, name: str) -> tuple[str, ...]:
-    run, speedup = result.modes[name], result.speedup(name)
-    stats = run.stats
-    return (
-        name,
-        f"{stats.tokens_per_second:.1f}",
-        "-" if speedup is None else speedup_text(speedup),
-        f"{stats.tau:.2f}" if stats.drafted else "",
-        "" if not stats.drafted else f"{stats.tau_novel:.2f}" if stats.novel_steps else "-",
-        f"{stats.accept_rate:.1%}" if stats.drafted else "",
-        "" if name == PLAIN else f"{run.same}/{result.answers}",
-    )
-
-
-def speedup_text(speedup: Ratio) -> str:
-    """The ratio, with its interval if the interval is wider than a point."""
-    return f"{speedup.value:.2f}x{_interval_text(speedup)}"
+def ratio_text(ratio: Ratio | None) -> str:
+    """The ratio, with its interval if the interval is wider than a point; "-" if nothing was decoded."""
+    return "-" if ratio is None else f"{ratio.value:.2f}x{_interval_text(ratio)}"
 
 
 def _interval_text(ratio: Ratio) -> str:
     low, high = ratio.interval or (0.0, 0.0)
     return f" {low:.2f}–{high:.2f}" if high > low else ""
+
+
+def sentences(result: Comparison, describe: Mapping[str, object]) -> list[str]:
+    """What a comparison means; a sentence that does not apply is empty."""
+    return [
+        ratio_sentence(result),
+        source_sentence(result),
+        _best_sentence(result),
+        identity_sentence(result),
+        _floor_sentence(describe, result),
+    ]
 
 
 def per_position(stats: RequestStats) -> list[float]:
@@ -57,18 +67,14 @@ def identity_sentence(result: Comparison) -> str:
     runs = result.speculative.values()
     different = sum(result.answers - run.same for run in runs)
     if not different:
-        return f"All {result.answers} texts are identical with and without speculation{_in_modes(result)}."
+        in_modes = f", in all {len(runs)} modes" if len(runs) > 1 else ""
+        return f"All {result.answers} texts are identical with and without speculation{in_modes}."
     of = result.answers * len(runs)
     sentence = f"{of - different} of {of} texts are identical to plain decoding's"
     near_ties = sum(run.near_ties for run in runs)
     if near_ties == different:
         return f"{sentence}; the other {different} differ from a near-tie on, which is proven in fp64."
     return f"{sentence}; {different - near_ties} differ without a near-tie, which is a defect."
-
-
-def _in_modes(result: Comparison) -> str:
-    count = len(result.speculative)
-    return f", in all {count} modes" if count > 1 else ""
 
 
 def ratio_sentence(result: Comparison) -> str:
@@ -101,23 +107,19 @@ def source_sentence(result: Comparison) -> str:
     return f"Mode auto kept {sum(counts.values())} drafted tokens: {parts}."
 
 
-def best_sentence(result: Comparison) -> str:
+def _best_sentence(result: Comparison) -> str:
     """Compares auto with the fastest fixed mode; empty if auto is the only mode beside plain decoding."""
     against = result.auto_against_best()
     if against is None or len(result.modes) == 2:
         return ""
+    interval = _interval_text(against)
     return (
-        f"Mode auto decodes at {against.value:.2f} times the speed of {against.over}{_among(against)}, "
-        "the fastest mode that does not choose for itself."
+        f"Mode auto decodes at {against.value:.2f} times the speed of {against.over}"
+        f"{f' (95 %:{interval})' if interval else ''}, the fastest mode that does not choose for itself."
     )
 
 
-def _among(ratio: Ratio) -> str:
-    interval = _interval_text(ratio)
-    return f" (95 %:{interval})" if interval else ""
-
-
-def floor_sentence(describe: Mapping[str, object], result: Comparison) -> str:
+def _floor_sentence(describe: Mapping[str, object], result: Comparison) -> str:
     """Compares plain decoding with the time of reading the weights once per token; empty if it was not measured."""
     floor_ms, bandwidth, weights = (number_in(describe, key) for key in ("floor_ms", "bandwidth_gbs", "weight_bytes"))
     if not floor_ms:
@@ -135,15 +137,11 @@ def race_rows(result: Race) -> list[tuple[str, ...]]:
         (
             side,
             f"{result.median_speed(side):.1f}",
-            *("" if side in (over, NAME) else _ratio_text(result.against(side, over)) for over in (NAME, PLAIN)),
-            f"{result.tau[side]:.2f}" if side in result.tau else "",
+            *("" if side in (over, NAME) else ratio_text(result.speedup(side, over)) for over in (NAME, PLAIN)),
+            "" if (tau := result.tau(side)) is None else f"{tau:.2f}",
         )
-        for side in result.samples
+        for side in result.modes
     ]
-
-
-def _ratio_text(ratio: Ratio | None) -> str:
-    return "-" if ratio is None else speedup_text(ratio)
 
 
 def cost_rows(costs: Sequence[RowCost]) -> list[tuple[str, ...]]:
@@ -163,13 +161,21 @@ def cost_rows(costs: Sequence[RowCost]) -> list[tuple[str, ...]]:
 def prefill_sentence(result: PrefillRace) -> str:
     return (
         f"A prompt of {result.tokens} tokens: {result.ours_per_second:.0f} tok/s against {NAME}'s "
-        f"{result.rival_per_second:.0f}, {_ratio_text(result.against)}."
+        f"{result.rival_per_second:.0f}, {ratio_text(result.against)}."
     )
 
 
-def rival_sentence(rival: Mapping[str, object], describe: Mapping[str, object]) -> str:
-    """Names the version of llama.cpp, how it was built, and the number of threads."""
-    return f"{NAME} is {rival['version']} ({built_for(str(rival['system']))}) on {describe.get('threads')} threads."
+def race_sentences(
+    result: Race, prefill: PrefillRace, rival: Mapping[str, object], describe: Mapping[str, object]
+) -> list[str]:
+    """What a race means; a sentence that does not apply is empty."""
+    build, which = built_for(str(rival["system"])), "All" if result.same == result.answers else f"{result.same} of"
+    return [
+        prefill_sentence(prefill),
+        f"{NAME} is {rival['version']} ({build}) on {describe.get('threads')} threads.",
+        f"{which} {result.answers} texts are identical with and without speculation.",
+        idle_sentence(result),
+    ]
 
 
 def built_for(system: str) -> str:
@@ -178,25 +184,13 @@ def built_for(system: str) -> str:
     return f"built for {', '.join(name.removeprefix('CPU : ') for name in found)}" if found else system
 
 
-def race_texts_sentence(result: Race) -> str:
-    if result.same == result.prompts:
-        return f"All {result.prompts} texts are identical with and without speculation."
-    return f"{result.same} of {result.prompts} texts are identical with and without speculation."
-
-
 def idle_sentence(result: Race) -> str:
     """Says how busy the side that was not measured was meanwhile; empty if the system does not tell."""
     if result.watch is None:
         return ""
     ours, theirs, others = result.watch.share("ours"), result.watch.share(NAME), result.watch.others()
-    if ours is None or theirs is None or others is None:
+    if math.isnan(ours + theirs + others):
         return ""
     sentence = f"While the other side ran, we kept {ours:.1%} of a core busy and {NAME} {theirs:.1%}"
     remark = "" if others <= QUIET_CORES else ", so these speeds mean little"
     return f"{sentence}; the rest of the machine kept {others:.2f} cores busy{remark}."
-
-
-def number_in(describe: Mapping[str, object], key: str) -> float:
-    """One number of an engine's description; 0 if it was not measured."""
-    value = describe.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # doublings up to the most rows that one sequence verifies in mode auto
 
@@ -40,19 +41,35 @@ def row_costs(
     bandwidth: float,
     products: float | None = None,
     peak: float | None = None,
-    rows: Sequence[int] = ROWS,
 ) -> list[RowCost]:
-    """The costs of all `rows` that were measured; a step of one row must be among them.
+    """The costs of all ROWS that were measured; a step of one row must be among them.
 
     `bandwidth` is in bytes per second, and `peak` in products per second.
     """
-    costs = []
-    for count in rows:
-        if count in steps_ms:
-            product_ms = None if not products or not peak else 1000 * count * products / peak
-            costs.append(
-                RowCost(
-                    count, steps_ms[count], steps_ms[count] / steps_ms[1], 1000 * weight_bytes / bandwidth, product_ms
-                )
-            )
-    return costs
+    byte_ms = 1000 * weight_bytes / bandwidth
+    return [
+        RowCost(
+            rows,
+            steps_ms[rows],
+            steps_ms[rows] / steps_ms[1],
+            byte_ms,
+            1000 * rows * products / peak if products and peak else None,
+        )
+        for rows in ROWS
+        if rows in steps_ms
+    ]
+
+
+def measured_costs(costs: Mapping[str, object], describe: Mapping[str, object]) -> list[RowCost]:
+    """The row costs of an engine, from what `LLM.measure_costs` and `LLM.describe` return."""
+    steps: Any = costs["steps_ms"]
+    weights, bandwidth, products, peak = (
+        number_in(describe, key) for key in ("weight_bytes", "bandwidth_gbs", "row_products", "peak_products")
+    )
+    return row_costs(steps, weights, 1e9 * bandwidth, products, peak)
+
+
+def number_in(describe: Mapping[str, object], key: str) -> float:
+    """One number of an engine's description; 0 if it was not measured."""
+    value = describe.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0

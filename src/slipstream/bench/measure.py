@@ -6,7 +6,8 @@ Every request runs alone and without the prompt cache, so that no mode profits f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from slipstream.bench.intervals import Sample, ratio, ratio_interval
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.stats import RequestStats
-from slipstream.types import Gate, GenEvent, Mode, Request, SamplingParams, TokenOut
+from slipstream.types import FinishReason, Gate, GenEvent, Mode, Request, SamplingParams, StepRecord, TokenOut
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -52,36 +53,49 @@ class BenchPlan:
         if self.gate is not None and set(self.modes) <= {PLAIN, AUTO}:
             raise RequestError(f"no mode takes the gate '{self.gate}'", "compare chain or tree:ROWS too")
         for mode in self.modes:
-            _check(mode, self.settings(mode))
+            # The engine would refuse bad settings too, but only after a model was loaded in vain.
+            settings = self.settings(mode)
+            gate = Gate.parse(str(settings.get("gate", "auto" if mode == AUTO else "off")))
+            confidence = settings.get("min_confidence", 0.0)
+            Request("check", (0,), mode=Mode.parse(mode), gate=gate, min_confidence=confidence)  # type: ignore[arg-type]
 
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, seed=self.seed)
+    def to_json(self) -> dict[str, object]:
+        return {
+            "turns": "all" if self.all_turns else "first",
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "gate": self.gate,
+            "min_confidence": self.min_confidence,
+        }
 
     def settings(self, mode: str) -> dict[str, object]:
-        """The speculation settings of a request in this mode."""
-        settings: dict[str, object] = {"mode": mode}
-        if self.gate is not None and mode not in (PLAIN, AUTO):
-            settings["gate"] = self.gate
-        if self.min_confidence is not None and mode != PLAIN:
-            settings["min_confidence"] = self.min_confidence
-        if self.draft_lora is not None and mode != PLAIN:
-            settings["draft_lora"] = self.draft_lora
-        return settings
-
-
-def _check(mode: str, settings: dict[str, object]) -> None:
-    """Refuses settings that the engine would refuse, before a model is loaded in vain."""
-    gate = str(settings.get("gate", "auto" if mode == AUTO else "off"))
-    confidence = settings.get("min_confidence", 0.0)
-    Request("check", (0,), mode=Mode.parse(mode), gate=Gate.parse(gate), min_confidence=confidence)  # type: ignore[arg-type]
+        """The settings of a request in this mode, which takes nothing from the prompt cache."""
+        settings = {
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "cache_prompt": False,
+            "mode": mode,
+            "gate": None if mode in (PLAIN, AUTO) else self.gate,
+            "min_confidence": None if mode == PLAIN else self.min_confidence,
+            "draft_lora": None if mode == PLAIN else self.draft_lora,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class BenchAnswer:
-    """The events of one answer in one mode."""
+class Answer:
+    """The events of one answer so far."""
 
-    events: list[GenEvent]
+    events: list[GenEvent] = field(default_factory=list)
+
+    def follow(self, stream: Iterable[GenEvent]) -> Iterator[GenEvent]:
+        """Keeps the events of a stream and passes them on; an engine's error is raised."""
+        for event in stream:
+            if event.error:
+                raise SlipstreamError(event.error)
+            self.events.append(event)
+            yield event
 
     @property
     def tokens(self) -> list[TokenOut]:
@@ -101,8 +115,27 @@ class BenchAnswer:
         return "".join(event.text for event in self.events)
 
     @property
+    def steps(self) -> list[StepRecord]:
+        return [event.step for event in self.events if event.step]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the answer ended; one whose stream was left early counts as cancelled."""
+        return (self.events[-1].finish_reason if self.events else None) or "cancelled"
+
+    @property
     def stats(self) -> RequestStats:
-        return self.events[-1].stats or RequestStats()
+        """The numbers of a finished answer; zeros before its end."""
+        return (self.events[-1].stats if self.events else None) or RequestStats()
+
+    def to_json(self, **more: object) -> dict[str, object]:
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            **more,
+            "stats": None if self.finish_reason == "cancelled" else self.stats.to_json(),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +144,7 @@ class Turn:
 
     prompt: int  # the number of the conversation
     history: list[Message]
-    answers: dict[str, BenchAnswer]
+    answers: dict[str, Answer]
 
     @property
     def question(self) -> str:
@@ -132,10 +165,9 @@ class ModeRun:
     same: int = 0
     near_ties: int = 0
 
-    def add(self, prompt: int, answer: BenchAnswer) -> None:
-        stats = answer.stats
+    def add(self, prompt: int, stats: RequestStats, token_ids: list[int]) -> None:
         self.stats.add(stats)
-        self.token_ids.append(answer.token_ids)
+        self.token_ids.append(token_ids)
         for samples, cost in ((self.samples, stats.decode_ms), (self.steps, stats.steps)):
             if prompt == len(samples):
                 samples.append((0, 0.0))
@@ -235,17 +267,15 @@ def compare(
     """Decodes every prompt in every mode; `on_turn` gets the answers of all modes to each turn as they come."""
     if not llm.speculates:
         raise RequestError(f"{target} has nothing to draft with", "name a drafter, or suffix, with --draft")
-    warm_up(llm, plan)
     result = Comparison({mode: ModeRun() for mode in plan.modes})
-    for index, conversation in enumerate(conversations):
-        for turn in _play(llm, index, conversation, plan):
-            result.answers += 1
-            for mode, answer in turn.answers.items():
-                run, same = result.modes[mode], turn.same(mode)
-                run.add(index, answer)
-                run.same += same
-                run.near_ties += not same and _is_near_tie(llm, turn, mode, plan)
-            on_turn(turn)
+    for turn in play(llm, conversations, plan):
+        result.answers += 1
+        for mode, answer in turn.answers.items():
+            run, same = result.modes[mode], turn.same(mode)
+            run.add(turn.prompt, answer.stats, answer.token_ids)
+            run.same += same
+            run.near_ties += not same and _is_near_tie(llm, turn, mode, plan)
+        on_turn(turn)
     return result
 
 
@@ -254,45 +284,38 @@ def turns_of(conversations: Sequence[Conversation], plan: BenchPlan) -> int:
     return sum(len(conversation) if plan.all_turns else 1 for conversation in conversations)
 
 
-def _play(llm: LLM, index: int, conversation: Conversation, plan: BenchPlan) -> Iterator[Turn]:
-    """The turns of one conversation. Every mode continues with plain decoding's answer, so that prompts stay equal."""
-    # The first mode changes from prompt to prompt, because a machine that warms up or slows down favours a position.
-    first = index % len(plan.modes)
-    order = (*plan.modes[first:], *plan.modes[:first])
-    history: list[Message] = []
-    for question in conversation if plan.all_turns else conversation[:1]:
-        history.append(user_message(question))
-        answers = {mode: answer_of(llm, history, plan, mode, plan.max_tokens) for mode in order}
-        yield Turn(index, list(history), answers)
-        history.append({"role": "assistant", "content": answers[PLAIN].text})
+def play(
+    llm: LLM,
+    conversations: Sequence[Conversation],
+    plan: BenchPlan,
+    around: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[Turn]:
+    """Decodes every turn in every mode, after a question that warms each mode up; `around(mode)` encloses each answer.
 
-
-def user_message(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def warm_up(llm: LLM, plan: BenchPlan) -> None:
-    """Asks every mode a question, because a mode's first request also pays for work that happens once."""
+    Every mode continues with plain decoding's answer, so that prompts stay equal.
+    """
     for mode in plan.modes:
-        answer_of(llm, [user_message(_WARM_UP)], plan, mode, _WARM_UP_TOKENS)
+        _answer(llm, [{"role": "user", "content": _WARM_UP}], plan, mode, _WARM_UP_TOKENS)
+    for index, conversation in enumerate(conversations):
+        # The first mode changes from prompt to prompt, because a machine that warms up or slows down favours a place.
+        first = index % len(plan.modes)
+        history: list[Message] = []
+        for question in conversation if plan.all_turns else conversation[:1]:
+            history.append({"role": "user", "content": question})
+            answers = {}
+            for mode in (*plan.modes[first:], *plan.modes[:first]):
+                with around(mode):
+                    answers[mode] = _answer(llm, history, plan, mode, plan.max_tokens)
+            yield Turn(index, list(history), answers)
+            history.append({"role": "assistant", "content": answers[PLAIN].text})
 
 
-def answer_of(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> BenchAnswer:
+def _answer(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> Answer:
     """Decodes one answer in one mode, alone and without the prompt cache; an engine's error is raised."""
-    events = list(
-        llm.stream(
-            history,
-            chat=True,
-            max_tokens=max_tokens,
-            temperature=plan.temperature,
-            seed=plan.seed,
-            cache_prompt=False,
-            **plan.settings(mode),
-        )
-    )
-    if events[-1].finish_reason == "error":
-        raise SlipstreamError(events[-1].error or f"the engine ended a request in mode {mode} with an error")
-    return BenchAnswer(events)
+    answer = Answer()
+    for _ in answer.follow(llm.stream(history, chat=True, max_tokens=max_tokens, **plan.settings(mode))):
+        pass
+    return answer
 
 
 def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: BenchPlan) -> bool:
@@ -300,13 +323,12 @@ def _is_near_tie(llm: LLM, turn: Turn, mode: str, plan: BenchPlan) -> bool:
     from slipstream.tools.near_tie import explain_difference
 
     about = llm.describe()
-    tie = explain_difference(
+    return explain_difference(
         llm.target_source.path,
         llm.prompt_ids(turn.history, chat=True),
         turn.answers[PLAIN].token_ids,
         turn.answers[mode].token_ids,
-        plan.sampling,
+        SamplingParams(temperature=plan.temperature, seed=plan.seed),
         str(about["weight_format"]),
         bool(about["exact"]),
-    )
-    return tie.is_near_tie
+    ).is_near_tie

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slipstream.bench.measure import PLAIN, BenchPlan, Message, answer_of, user_message, warm_up
+from slipstream.bench.floors import number_in
+from slipstream.bench.measure import BenchPlan, play
 from slipstream.bench.workloads import Conversation
 from slipstream.errors import RequestError
 
@@ -27,9 +28,7 @@ class Profiled:
     @property
     def bandwidth(self) -> float:
         """Bytes per second that this machine reads."""
-        measured = self.describe["bandwidth_gbs"]
-        assert isinstance(measured, float)
-        return 1e9 * measured
+        return 1e9 * number_in(self.describe, "bandwidth_gbs")
 
     @property
     def columns(self) -> dict[str, StepProfile]:
@@ -71,27 +70,20 @@ def profile_modes(
     """Decodes every prompt in every mode, each request alone and without the prompt cache."""
     if not llm.speculates:
         raise RequestError("without drafts there is only plain decoding to profile", "name a drafter with --draft")
-    warm_up(llm, plan)
     profilers = {mode: llm.profiler() for mode in plan.modes}
     answers = 0
-    for conversation in conversations:
-        history: list[Message] = []
-        for question in conversation if plan.all_turns else conversation[:1]:
-            history.append(user_message(question))
-            texts = {}
-            for mode, profiler in profilers.items():
-                with profiler:
-                    texts[mode] = answer_of(llm, history, plan, mode, plan.max_tokens).text
-            history.append({"role": "assistant", "content": texts[PLAIN]})
-            answers += 1
-            on_turn()
+    for _ in play(llm, conversations, plan, profilers.__getitem__):
+        answers += 1
+        on_turn()
     return Profiled({mode: profiler.profiles() for mode, profiler in profilers.items()}, llm.describe(), answers)
 
 
 def phase_rows(result: Profiled) -> list[tuple[str, ...]]:
     """The rows of the table, with one column per entry of `result.columns`: milliseconds, share of the step, floor."""
     profiles = list(result.columns.values())
-    rows = [(name, *(_part(each.phases_ms[name], each) for each in profiles)) for name in _phases(profiles)]
+    names = dict.fromkeys(name for each in profiles for name in each.phases_ms)
+    taken = [name for name in names if any(each.phases_ms[name] for each in profiles)]
+    rows = [(name, *(_part(each.phases_ms[name], each) for each in profiles)) for name in taken]
     rest: list[tuple[str, Callable[[StepProfile], str]]] = [
         ("whole step", lambda each: _part(each.step_ms, each)),
         ("device busy", lambda each: _part(each.device.busy_ms, each) if each.device is not None else ""),
@@ -109,12 +101,6 @@ def phase_rows(result: Profiled) -> list[tuple[str, ...]]:
 def _part(ms: float, profile: StepProfile) -> str:
     digits = 3 if ms < 10 else 2 if ms < 100 else 1
     return f"{ms:.{digits}f} {ms / profile.step_ms:.0%}"
-
-
-def _phases(profiles: Sequence[StepProfile]) -> list[str]:
-    """Every phase that took time in any of the profiles."""
-    names = dict.fromkeys(name for each in profiles for name in each.phases_ms)
-    return [name for name in names if any(each.phases_ms[name] for each in profiles)]
 
 
 def launch_rows(result: Profiled) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import shutil
 import socket
@@ -20,10 +21,10 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import RequestError, SlipstreamError
+from slipstream.stats import RequestStats
 
 NAME = "llama.cpp"
 PACKAGE = "xllamacpp"
@@ -37,29 +38,16 @@ _START_SECONDS = (
 _STOP_SECONDS = 10  # A process that has not ended by itself after this time is killed.
 
 
-@dataclass(frozen=True, slots=True)
-class RivalAnswer:
+def stats_of(timings: Mapping[str, float]) -> RequestStats:
     """llama.cpp's own timings of one request; as in this engine, the first token belongs to the prompt."""
-
-    prompt_tokens: int
-    prompt_ms: float
-    tokens: int
-    decode_ms: float
-
-    @classmethod
-    def from_timings(cls, timings: Mapping[str, float]) -> RivalAnswer:
-        if timings.get("cache_n"):
-            raise SlipstreamError(f"{NAME} answered from its prompt cache", "its prompt speed would mean nothing")
-        return cls(
-            int(timings["prompt_n"]),
-            float(timings["prompt_ms"]),
-            max(0, int(timings["predicted_n"]) - 1),
-            float(timings["predicted_ms"]),
-        )
-
-    @property
-    def tokens_per_second(self) -> float:
-        return 1000 * self.tokens / self.decode_ms if self.decode_ms else 0.0
+    if timings.get("cache_n"):
+        raise SlipstreamError(f"{NAME} answered from its prompt cache", "its prompt speed would mean nothing")
+    return RequestStats(
+        prompt_tokens=int(timings["prompt_n"]),
+        ttft_ms=float(timings["prompt_ms"]),
+        committed=max(0, int(timings["predicted_n"]) - 1),
+        decode_ms=float(timings["predicted_ms"]),
+    )
 
 
 def available() -> bool:
@@ -99,19 +87,23 @@ class Rival(ABC):
         )
 
     @abstractmethod
+    def await_start(self) -> None:
+        """Returns when it can be asked, and knows its version then; refuses a process that has failed."""
+
+    @abstractmethod
     def ask(self, body: Mapping[str, object]) -> Mapping[str, object]: ...
 
     def complete(
         self, prompt_ids: Sequence[int], max_tokens: int, temperature: float = 0.0, seed: int = 0
-    ) -> RivalAnswer:
+    ) -> RequestStats:
         reply = self.ask(completion_body(prompt_ids, max_tokens, temperature, seed))
         timings = reply.get("timings")
         if not isinstance(timings, dict):
             raise SlipstreamError(f"{NAME} failed: {str(reply.get('error', reply))[:200]}")
-        return RivalAnswer.from_timings(timings)
+        return stats_of(timings)
 
-    def cpu_seconds(self) -> float | None:
-        """Processor time it has used so far, which shows that it sleeps while another side runs; None if unknown."""
+    def cpu_seconds(self) -> float:
+        """Processor time it has used so far, which shows that it sleeps while another side runs; NaN if unknown."""
         return process_seconds(self.process.pid)
 
     def describe(self) -> dict[str, object]:
@@ -146,13 +138,10 @@ class PackageRival(Rival):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        try:
-            ready = self._read()
-        except BaseException:
-            self.close()
-            raise
+
+    def await_start(self) -> None:
+        ready = self._read()
         if "error" in ready:
-            self.close()
             raise SlipstreamError(f"{NAME} did not start: {ready['error']}")
         self.version, self.system = str(ready["version"]), str(ready["system"])
 
@@ -181,49 +170,29 @@ class ServerRival(Rival):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._address = f"http://127.0.0.1:{port}"
-        count = str(threads)
         super().__init__(
             [
-                program,
-                "--model",
-                str(model),
-                "--threads",
-                count,
-                "--threads-batch",
-                count,
-                "--ctx-size",
-                str(context),
-                "--parallel",
-                "1",
-                "--cache-ram",
-                "0",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
+                *(program, "--model", str(model), "--threads", str(threads), "--threads-batch", str(threads)),
+                *("--ctx-size", str(context), "--parallel", "1", "--cache-ram", "0"),
+                *("--host", "127.0.0.1", "--port", str(port)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-        try:
-            self._wait()
-            about = self._get("/props")
-        except BaseException:
-            self.close()
-            raise
-        self.version = str(about.get("build_info", "unknown"))
         self.system = f"as {Path(program).name} was built"
 
-    def _wait(self) -> None:
+    def await_start(self) -> None:
         until = time.monotonic() + _START_SECONDS
         while time.monotonic() < until:
             if self.process.poll() is not None:
                 raise _gone()
             try:
                 self._get("/health")
-                return
-            except (OSError, SlipstreamError):
+            except SlipstreamError:
                 time.sleep(0.1)
+            else:
+                self.version = str(self._get("/props").get("build_info", "unknown"))
+                return
         raise SlipstreamError(f"{NAME} was not ready after {_START_SECONDS} seconds")
 
     def _get(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
@@ -258,33 +227,34 @@ def find(program: str = PACKAGE) -> str:
 
 def start(model: Path, threads: int, context: int, program: str = PACKAGE) -> Rival:
     """Starts llama.cpp on a GGUF file."""
-    if not is_model(model):
+    if model.suffix != ".gguf" or not model.is_file():
         raise RequestError(f"{NAME} cannot read {model.name}", "choose a target that is a single .gguf file")
     found = find(program)
-    if found == PACKAGE:
-        return PackageRival(model, threads, context)
-    return ServerRival(found, model, threads, context)
+    package = found == PACKAGE
+    rival = PackageRival(model, threads, context) if package else ServerRival(found, model, threads, context)
+    try:
+        rival.await_start()
+    except BaseException:
+        rival.close()
+        raise
+    return rival
 
 
-def is_model(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
-
-
-def process_seconds(pid: int) -> float | None:
-    """Processor time of all threads of a process, as Linux counts it; None elsewhere."""
+def process_seconds(pid: int) -> float:
+    """Processor time of all threads of a process, as Linux counts it; NaN elsewhere."""
     counts = Path(f"/proc/{pid}/stat")
     if not counts.is_file():
-        return None
+        return math.nan
     # The name in parentheses may contain spaces; the times are the 12th and 13th field after it.
     user, system = counts.read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def machine_seconds() -> float | None:
-    """Processor time that all processes of this machine have used, as Linux counts it; None elsewhere."""
+def machine_seconds() -> float:
+    """Processor time that all processes of this machine have used, as Linux counts it; NaN elsewhere."""
     counts = Path("/proc/stat")
     if not counts.is_file():
-        return None
+        return math.nan
     user, nice, system, _idle, _waiting, *interrupts = map(int, counts.read_text().split("\n", 1)[0].split()[1:8])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 

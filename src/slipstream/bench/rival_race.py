@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -15,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.bench.intervals import Sample, ratio_interval
-from slipstream.bench.measure import PLAIN, BenchPlan, Ratio
+from slipstream.bench.intervals import ratio_interval
+from slipstream.bench.measure import PLAIN, BenchPlan, Comparison, ModeRun, Ratio
 from slipstream.bench.rival import NAME, SETTLE_SECONDS, Rival, machine_seconds, process_seconds
 from slipstream.bench.workloads import PUBLIC, Conversation, read_prompts
 from slipstream.errors import RequestError, SlipstreamError
+from slipstream.stats import RequestStats
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM, Completion
@@ -30,99 +32,95 @@ _WARM_UP_TOKENS = 8
 _LEAST_TOKENS = 2  # The first token comes with the prompt, so a shorter answer has no decoding speed.
 
 
+def _both_sides() -> dict[str, float]:
+    return {"ours": 0.0, NAME: 0.0}
+
+
 @dataclass(slots=True)
 class Watch:
-    """Processor time that each side used during the other side's turns, and that other processes used all the time."""
+    """Processor time that each side used during the other side's turns, and that other processes used all the time.
+
+    Times that the system does not tell are NaN, and so are the shares that depend on them.
+    """
 
     rival: Rival
-    turns_s: dict[str, float] = field(default_factory=lambda: {"ours": 0.0, NAME: 0.0})
-    stolen_s: dict[str, float | None] = field(default_factory=lambda: {"ours": 0.0, NAME: 0.0})
-    others_s: float | None = 0.0
+    turns_s: dict[str, float] = field(default_factory=_both_sides)
+    stolen_s: dict[str, float] = field(default_factory=_both_sides)
+    others_s: float = 0.0
 
     @contextmanager
     def turn(self, whose: str) -> Iterator[None]:
         """Runs one side's turn, after a pause in which the other side's threads fall asleep."""
         time.sleep(SETTLE_SECONDS)
-        other = NAME if whose == "ours" else "ours"
-        began, before = time.perf_counter(), self._counts(whose, other)
+        before = self._clocks()
         yield
-        self.turns_s[whose] += time.perf_counter() - began
-        mine, theirs, all_ = (
-            None if now is None or then is None else now - then
-            for now, then in zip(self._counts(whose, other), before, strict=True)
-        )
-        self.stolen_s[other] = _sum(self.stolen_s[other], theirs)
-        rest = None if mine is None or theirs is None or all_ is None else all_ - mine - theirs
-        self.others_s = _sum(self.others_s, rest)
+        wall, machine, *used = (now - then for now, then in zip(self._clocks(), before, strict=True))
+        self.turns_s[whose] += wall
+        self.stolen_s[_other(whose)] += used[whose == "ours"]
+        self.others_s += machine - sum(used)
 
-    def _counts(self, whose: str, other: str) -> tuple[float | None, float | None, float | None]:
-        return self._used(whose), self._used(other), machine_seconds()
+    def _clocks(self) -> tuple[float, float, float, float]:
+        """Seconds so far: of the clock, and of processor time for the whole machine, for us and for the rival."""
+        return time.perf_counter(), machine_seconds(), process_seconds(os.getpid()), self.rival.cpu_seconds()
 
-    def _used(self, side: str) -> float | None:
-        return self.rival.cpu_seconds() if side == NAME else process_seconds(os.getpid())
-
-    def share(self, side: str) -> float | None:
+    def share(self, side: str) -> float:
         """The share of a core that `side` kept busy during the other side's turns."""
-        stolen, turns = self.stolen_s[side], self.turns_s["ours" if side == NAME else NAME]
-        return None if stolen is None or not turns else stolen / turns
+        turns = self.turns_s[_other(side)]
+        return self.stolen_s[side] / turns if turns else math.nan
 
-    def others(self) -> float | None:
+    def others(self) -> float:
         """The cores that other processes kept busy meanwhile; above a tenth of a core, speeds mean little."""
         turns = sum(self.turns_s.values())
-        return None if self.others_s is None or not turns else max(0.0, self.others_s / turns)
+        # In this order `max` keeps NaN.
+        return max(self.others_s / turns, 0.0) if turns else math.nan
 
     def to_json(self) -> dict[str, object]:
         shares = {"ours": self.share("ours"), NAME: self.share(NAME), "others": self.others()}
-        return {side: None if share is None else round(share, 5) for side, share in shares.items()}
+        return {side: None if math.isnan(share) else round(share, 5) for side, share in shares.items()}
 
 
-def _sum(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else first + second
+def _other(side: str) -> str:
+    return "ours" if side == NAME else NAME
 
 
 @dataclass(slots=True)
-class Race:
-    """The tokens and milliseconds of every side for every prompt."""
+class Race(Comparison):
+    """A comparison in which llama.cpp takes part like one more mode."""
 
-    samples: dict[str, list[Sample]]
     watch: Watch | None = None
-    same: int = 0  # prompts whose texts in all modes equal plain decoding's
-    tau: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def prompts(self) -> int:
-        return len(self.samples[PLAIN])
+    same: int = 0  # prompts whose texts in all modes of ours equal plain decoding's
 
     def median_speed(self, side: str) -> float:
         """The median of the prompts' decoding speeds, in tokens per second."""
-        speeds = [1000 * tokens / ms for tokens, ms in self.samples[side] if ms > 0]
+        speeds = [1000 * tokens / ms for tokens, ms in self.modes[side].samples if ms > 0]
         return statistics.median(speeds) if speeds else 0.0
 
-    def against(self, side: str, over: str) -> Ratio | None:
-        return Ratio.of(over, self.samples[side], self.samples[over])
+    def tau(self, side: str) -> float | None:
+        """Tau of a speculative mode; None for another side, or if nothing was decoded."""
+        stats = self.modes[side].stats
+        return stats.tau if side not in (PLAIN, NAME) and stats.steps else None
 
     def ratios(self) -> list[tuple[str, Ratio]]:
         """Every mode of ours over llama.cpp, and every speculative mode over plain decoding."""
-        ours = [side for side in self.samples if side != NAME]
+        ours = [side for side in self.modes if side != NAME]
         pairs = [(side, NAME) for side in ours] + [(side, PLAIN) for side in ours if side != PLAIN]
-        found = [(side, self.against(side, over)) for side, over in pairs]
-        return [(side, value) for side, value in found if value is not None]
+        return [(side, found) for side, over in pairs if (found := self.speedup(side, over)) is not None]
 
     def to_json(self) -> dict[str, object]:
-        sides = {
-            side: {
-                "median_tokens_per_second": round(self.median_speed(side), 3),
-                "tokens": sum(tokens for tokens, _ in samples),
-                "decode_ms": round(sum(ms for _, ms in samples), 3),
-                **({"tau": round(self.tau[side], 4)} if side in self.tau else {}),
-            }
-            for side, samples in self.samples.items()
-        }
         return {
-            "sides": sides,
+            "sides": {side: self._side_json(side) for side in self.modes},
             "ratios": [{"side": side, **found.to_json()} for side, found in self.ratios()],
-            "same_texts": {"same": self.same, "of": self.prompts},
+            "same_texts": {"same": self.same, "of": self.answers},
             "idle_core_share": None if self.watch is None else self.watch.to_json(),
+        }
+
+    def _side_json(self, side: str) -> dict[str, object]:
+        stats, tau = self.modes[side].stats, self.tau(side)
+        return {
+            "median_tokens_per_second": round(self.median_speed(side), 3),
+            "tokens": stats.committed,
+            "decode_ms": round(stats.decode_ms, 3),
+            **({} if tau is None else {"tau": round(tau, 4)}),
         }
 
 
@@ -135,53 +133,38 @@ def race(
 ) -> Race:
     """Runs the first turn of every conversation on every side; the side that goes first changes with each prompt."""
     sides = (*plan.modes, NAME)
-    result = Race({side: [] for side in sides}, Watch(rival))
-    committed, steps = dict.fromkeys(plan.modes, 0), dict.fromkeys(plan.modes, 0)
+    watch = Watch(rival)
+    result = Race({side: ModeRun() for side in sides}, watch=watch)
     for side in sides:
         _run_side(llm, rival, side, llm.prompt_ids("Say hello.", chat=True), plan, _WARM_UP_TOKENS)
     for index, conversation in enumerate(conversations):
         ids = llm.prompt_ids(conversation[0], chat=True)
-        texts: dict[str, list[int]] = {}
         length = max(_LEAST_TOKENS, len(_answer(llm, ids, plan, PLAIN, plan.max_tokens, ignore_eos=False).token_ids))
         for side in (*sides[index % len(sides) :], *sides[: index % len(sides)]):
-            assert result.watch is not None
-            with result.watch.turn(NAME if side == NAME else "ours"):
-                sample, texts[side], count = _run_side(llm, rival, side, ids, plan, length)
-            result.samples[side].append(sample)
-            if side != NAME:
-                committed[side] += sample[0]
-                steps[side] += count
-        result.same += all(texts[side] == texts[PLAIN] for side in plan.modes)
+            with watch.turn(NAME if side == NAME else "ours"):
+                stats, text = _run_side(llm, rival, side, ids, plan, length)
+            result.modes[side].add(index, stats, text)
+        result.answers += 1
+        result.same += len({tuple(result.modes[mode].token_ids[index]) for mode in plan.modes}) == 1
         on_prompt()
-    result.tau = {side: committed[side] / steps[side] for side in plan.modes if side != PLAIN and steps[side]}
     return result
 
 
 def _run_side(
     llm: LLM, rival: Rival, side: str, ids: Sequence[int], plan: BenchPlan, max_tokens: int
-) -> tuple[Sample, list[int], int]:
-    """Runs one answer: its sample, its token ids (llama.cpp's are not returned) and its decoding steps."""
+) -> tuple[RequestStats, list[int]]:
+    """Runs one answer: its numbers and its token ids; llama.cpp's steps and ids are not known."""
     if side == NAME:
-        answer = rival.complete(ids, max_tokens, plan.temperature, plan.seed)
-        return (answer.tokens, answer.decode_ms), [], answer.tokens
+        return rival.complete(ids, max_tokens, plan.temperature, plan.seed), []
     completion = _answer(llm, ids, plan, side, max_tokens, ignore_eos=True)
-    stats = completion.stats
-    return (stats.committed, stats.decode_ms), completion.token_ids, stats.steps
+    return completion.stats, completion.token_ids
 
 
 def _answer(llm: LLM, ids: Sequence[int], plan: BenchPlan, mode: str, max_tokens: int, ignore_eos: bool) -> Completion:
-    request = llm.request(
-        ids,
-        max_tokens=max_tokens,
-        temperature=plan.temperature,
-        seed=plan.seed,
-        ignore_eos=ignore_eos,
-        cache_prompt=False,
-        **plan.settings(mode),
-    )
+    request = llm.request(ids, max_tokens=max_tokens, ignore_eos=ignore_eos, **plan.settings(mode))
     completion = llm.run([request])[0]
-    if completion.finish_reason == "error":
-        raise SlipstreamError(completion.error or f"the engine ended a request in mode {mode} with an error")
+    if completion.error:
+        raise SlipstreamError(completion.error)
     return completion
 
 
@@ -209,7 +192,7 @@ class PrefillRace:
 
     @property
     def against(self) -> Ratio:
-        sides = [[(self.tokens, ms) for ms in times] for times in (self.ours_ms, self.rival_ms)]
+        sides = ([(self.tokens, ms) for ms in times] for times in (self.ours_ms, self.rival_ms))
         return Ratio(NAME, self.ours_per_second / self.rival_per_second, ratio_interval(*sides))
 
     def to_json(self) -> dict[str, object]:
@@ -222,14 +205,11 @@ class PrefillRace:
         }
 
 
-def race_prefill(
-    llm: LLM, rival: Rival, tokens: int = PREFILL_TOKENS, rounds: int = PREFILL_ROUNDS, watch: Watch | None = None
-) -> PrefillRace:
+def race_prefill(llm: LLM, rival: Rival, tokens: int = PREFILL_TOKENS, rounds: int = PREFILL_ROUNDS) -> PrefillRace:
     """Lets both sides process the same text; ours is timed to the first token, llama.cpp's by its own clock."""
     ids = prose_ids(llm, tokens)
-    watch = watch or Watch(rival)
-    ours: list[float] = []
-    theirs: list[float] = []
+    watch = Watch(rival)
+    result = PrefillRace(tokens, [], [])
     for round_ in range(rounds + 1):
         request = llm.request(ids, max_tokens=1, temperature=0.0, ignore_eos=True, cache_prompt=False, mode=PLAIN)
         with watch.turn("ours"):
@@ -239,9 +219,9 @@ def race_prefill(
         if answer.prompt_tokens != tokens:
             raise SlipstreamError(f"{NAME} processed {answer.prompt_tokens} prompt tokens of {tokens}")
         if round_:  # the first round warms both up
-            ours.append(mine)
-            theirs.append(answer.prompt_ms)
-    return PrefillRace(tokens, ours, theirs)
+            result.ours_ms.append(mine)
+            result.rival_ms.append(answer.ttft_ms)
+    return result
 
 
 def prose_ids(llm: LLM, count: int) -> list[int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.bench.pair_sweep import Column, LoadedPair
 from slipstream.config import EngineConfig
@@ -59,7 +59,6 @@ class QuantFiles:
     watched: Callable[[], AbstractContextManager[Progress | None]] = nullcontext  # yields the progress callback
     _sources: dict[Side, Path] = field(default_factory=dict)
     _made: set[Path] = field(default_factory=set)
-    _about: dict[Path, dict[str, object]] = field(default_factory=dict)
 
     def columns(self, asked: Mapping[Side, Sequence[str]]) -> list[Column]:
         """Every combination of the types, the drafter's type changing fastest; a name holds only what changes."""
@@ -83,8 +82,8 @@ class QuantFiles:
         files = {side: self._file(side, chosen[side]) for side in SIDES}
         self._refuse_what_does_not_fit(files["target"], files["draft"])
         about: dict[str, object] = {side: {"type": chosen[side], **self._describe(side, files[side])} for side in SIDES}
-        with closing(self.load(str(files["target"]), str(files["draft"]))) as llm:
-            yield LoadedPair(llm, about)
+        with self.load(str(files["target"]), str(files["draft"])) as llm:
+            yield llm, about
 
     def _file(self, side: Side, kind: str) -> Path:
         source = self._sources[side]
@@ -103,14 +102,12 @@ class QuantFiles:
 
     def _describe(self, side: Side, path: Path) -> dict[str, object]:
         """Size and types of a file, and the types of its source if the file was made from another."""
-        if path not in self._about:
-            size, weights = _weights(path)
-            about: dict[str, object] = {"path": str(path), "bytes": size, "weights": weights}
-            if path != self._sources[side]:
-                _, origin = _weights(self._sources[side])
-                about |= {"source": origin, "how": _how(origin, weights)}
-            self._about[path] = about
-        return self._about[path]
+        size, weights = _weights(path)
+        about: dict[str, object] = {"path": str(path), "bytes": size, "weights": weights}
+        if path != self._sources[side]:
+            _, origin = _weights(self._sources[side])
+            about |= {"source": origin, "how": _how(origin, weights)}
+        return about
 
     def _refuse_what_does_not_fit(self, target: Path, draft: Path) -> None:
         from slipstream.tools.fit import available_bytes, fit
@@ -138,15 +135,11 @@ def _weights(path: Path) -> tuple[int, dict[str, float]]:
     """The size of a file and the share of its numbers in each type, the most frequent type first."""
     from slipstream.tools.file_report import inspect_file
 
-    report = inspect_file(path)
-    totals = report["totals"]
-    assert isinstance(totals, dict)
-    counts = {kind: total["parameters"] for kind, total in totals.items()}
+    report: Mapping[str, Any] = inspect_file(path)
+    counts = {kind: total["parameters"] for kind, total in report["totals"].items()}
     shares = {kind: count / max(1, sum(counts.values())) for kind, count in counts.items()}
     shown = sorted(((share, kind) for kind, share in shares.items() if share >= _LEAST_SHARE), reverse=True)
-    size = report["size"]
-    assert isinstance(size, int)
-    return size, {kind: round(share, 4) for share, kind in shown}
+    return report["size"], {kind: round(share, 4) for share, kind in shown}
 
 
 def variant_columns(llm: LLM, adapters: Sequence[str]) -> list[Column]:
@@ -159,12 +152,12 @@ def variant_columns(llm: LLM, adapters: Sequence[str]) -> list[Column]:
     for adapter in adapters if len(adapters) > 1 else (BASE_VARIANT, *adapters):
         name = BASE_VARIANT if adapter == BASE_VARIANT else next(names)
         about: dict[str, object] = {} if adapter == BASE_VARIANT else {"adapter": adapter}
-        columns.append(Column(name, partial(_stay, LoadedPair(llm, about)), name))
+        columns.append(Column(name, partial(_ready, (llm, about)), name))
     return columns
 
 
-def _stay(loaded: LoadedPair) -> AbstractContextManager[LoadedPair]:
-    return nullcontext(loaded)
+def _ready(pair: LoadedPair) -> AbstractContextManager[LoadedPair]:
+    return nullcontext(pair)
 
 
 def split_adapters(given: Sequence[str]) -> list[str]:

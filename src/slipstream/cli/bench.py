@@ -9,8 +9,6 @@ llama.cpp (cli/bench_race.py), and with --profile it shows where a step's time g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,7 +28,7 @@ from slipstream.cli.bench_sweep import (
     read_sets,
 )
 from slipstream.cli.trace import Trace
-from slipstream.cli.ui import Ui, bar_chart, bars, columns_table, policy_line
+from slipstream.cli.ui import Ui, bar_chart, bars, policy_line
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
@@ -111,22 +109,19 @@ def command(
 
     ui = Ui(json_output)
     comparing = PairComparison(sweep, sides or (), draft_lora or (), runs, out)
-    files = {"--plot": plot is not None, "--trace": trace is not None}
-    comparing.check({"--rival": rival is not None, "--profile": profiling, **files})
+    given = {
+        "--rival": rival is not None,
+        "--profile": profiling,
+        "--plot": plot is not None,
+        "--trace": trace is not None,
+    }
+    comparing.check(given)
     chosen = parse_modes(modes or (SWEEP_MODES if comparing.wanted else "plain,auto"))
     plan = BenchPlan(max_tokens, turns == "all", temperature, seed, chosen, gate, confidence)
-    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
-    config = replace(config, text_drafts=not no_text_drafts)
-    about: dict[str, object] = {
-        "target": target,
-        "prompts": prompts,
-        "turns": turns,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "gate": gate,
-        "min_confidence": confidence,
-    }
+    config = o.engine_config(
+        dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact, no_text_drafts
+    )
+    about: dict[str, object] = {"target": target, "prompts": prompts, **plan.to_json()}
     if comparing.wanted:
         compare_pairs(ui, comparing, target, draft, config, plan, read_sets(prompts, limit), about)
         return
@@ -136,10 +131,10 @@ def command(
     about["count"] = len(conversations)
     load = partial(o.load, ui, target, draft, config)
     if profiling:
-        o.refuse_beside("--profile", {"--rival": rival is not None, **files})
+        o.refuse_beside("--profile", given)
         _profile(ui, load, conversations, plan, about)
     elif rival is not None:
-        o.refuse_beside("--rival", {"--turns all": plan.all_turns, **files})
+        o.refuse_beside("--rival", {"--turns all": plan.all_turns, **given})
         race(ui, load, rival, conversations, plan, about)
     else:
         _compare_modes(ui, load, conversations, plan, about, plot, trace)
@@ -152,18 +147,18 @@ def _profile(
     from slipstream.bench import profiled_modes as bench
     from slipstream.bench.measure import turns_of
 
-    with closing(load()) as llm, ui.counting("answers", turns_of(conversations, plan)) as advance:
+    with load() as llm, ui.counting("answers", turns_of(conversations, plan)) as advance:
         result = bench.profile_modes(llm, conversations, plan, advance)
     if ui.json_output:
         ui.print_json({**about, **result.to_json()})
         return
     title = f"{about['target']} on {about['prompts']}: milliseconds of a decoding step over {result.answers} answers"
-    ui.table(title, columns_table(("phase", *result.columns), bench.phase_rows(result)))
+    heads = ("phase", *result.columns)
+    ui.table(title, heads, bench.phase_rows(result))
     launches = bench.launch_rows(result)
     if launches:
-        ui.table(bench.launch_title(result), columns_table(("phase", *result.columns), launches))
-    for sentence in bench.sentences(result):
-        ui.line(sentence)
+        ui.table(bench.launch_title(result), heads, launches)
+    ui.lines(bench.sentences(result))
 
 
 def _compare_modes(
@@ -175,11 +170,20 @@ def _compare_modes(
     plot: str | None,
     trace: str | None,
 ) -> None:
+    from slipstream.bench.measure import compare, turns_of
     from slipstream.bench.plot import check_plot_path, write_plot
 
     plot_path, target = None if plot is None else check_plot_path(plot), str(about["target"])
-    with Trace(trace) as steps_file, closing(load()) as llm:
-        result = _measure(ui, llm, target, conversations, plan, steps_file)
+    with Trace(trace) as steps_file, load() as llm, ui.counting("answers", turns_of(conversations, plan)) as advance:
+
+        def on_turn(turn: Turn) -> None:
+            # The trace is written after the turn, because writing during it would count as decoding time.
+            for mode, answer in turn.answers.items():
+                for event in answer.events:
+                    steps_file.record(mode, event, llm.tokenizer)
+            advance()
+
+        result = compare(llm, target, conversations, plan, on_turn)
         describe = llm.describe()
     title = f"{target} on {about['prompts']}: {result.answers} answers of up to {plan.max_tokens} tokens"
     if ui.json_output:
@@ -190,59 +194,20 @@ def _compare_modes(
         write_plot(result, plot_path, title)
 
 
-def _measure(
-    ui: Ui, llm: LLM, target: str, conversations: list[Conversation], plan: BenchPlan, trace: Trace
-) -> Comparison:
-    from slipstream.bench.measure import compare, turns_of
-
-    with ui.counting("answers", turns_of(conversations, plan)) as advance:
-
-        def on_turn(turn: Turn) -> None:
-            # The trace is written after the turn, because writing during it would count as decoding time.
-            for mode, answer in turn.answers.items():
-                for event in answer.events:
-                    trace.record(mode, event, llm.tokenizer)
-            advance()
-
-        return compare(llm, target, conversations, plan, on_turn)
-
-
 def draw(ui: Ui, result: Comparison, describe: Mapping[str, object], title: str) -> None:
     """Draws the table, the speed-ups as bars and the acceptance by position, and says in sentences what they mean."""
     from slipstream.bench import comparison_report as report
 
-    ui.table(title, columns_table(report.HEADS, report.rows(result)))
-    _draw_speedups(ui, result)
-    _draw_acceptance(ui, result)
-    for name, run in result.speculative.items():
-        if name == "auto":
-            ui.line(f"Mode auto chose {policy_line(run.stats.policy)}.")
-    for sentence in (
-        report.ratio_sentence(result),
-        report.source_sentence(result),
-        report.best_sentence(result),
-        report.identity_sentence(result),
-        report.floor_sentence(describe, result),
-    ):
-        if sentence:
-            ui.line(sentence)
-
-
-def _draw_speedups(ui: Ui, result: Comparison) -> None:
-    from slipstream.bench.comparison_report import speedup_text
-
-    speedups = [(name, result.speedup(name)) for name in result.modes]
-    for line in bar_chart([(name, found.value, speedup_text(found)) for name, found in speedups if found is not None]):
-        ui.line(line)
-
-
-def _draw_acceptance(ui: Ui, result: Comparison) -> None:
-    from slipstream.bench.comparison_report import per_position
-
-    width = max(len(name) for name in result.modes)
-    shares = {name: per_position(run.stats) for name, run in result.speculative.items()}
+    ui.table(title, report.HEADS, report.rows(result))
+    speedups = [(name, found) for name in result.modes if (found := result.speedup(name)) is not None]
+    ui.lines(bar_chart([(name, found.value, report.ratio_text(found)) for name, found in speedups]))
+    width = max(map(len, result.modes))
+    shares = {name: report.per_position(run.stats) for name, run in result.speculative.items()}
     if any(shares.values()):
         ui.line("Accepted by position:")
     for name, row in shares.items():
         if row:
             ui.line(f"{name:<{width}} {bars(row)}  {row[0]:.0%} at 1, {row[-1]:.0%} at {len(row)}")
+    if "auto" in result.modes:
+        ui.line(f"Mode auto chose {policy_line(result.modes['auto'].stats.policy)}.")
+    ui.lines(report.sentences(result, describe))

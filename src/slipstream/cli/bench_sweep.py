@@ -8,57 +8,51 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.ui import Ui, columns_table
+from slipstream.cli.ui import Ui
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
     from slipstream.bench.measure import BenchPlan, Turn
-    from slipstream.bench.pair_sweep import Column, Sweep
-    from slipstream.bench.sweep_report import SweepFolder
+    from slipstream.bench.pair_sweep import Column
     from slipstream.bench.workloads import Conversation
     from slipstream.config import EngineConfig
 
-_PANEL = "Comparing pairs"
+_comparing = partial(typer.Option, rich_help_panel="Comparing pairs")
 Sides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SIDE=TYPE,...", show_default=False, help="Types for --sweep: draft=..., target=..."),
 ]
 SweepFlag = Annotated[
     bool,
-    typer.Option(
-        "--sweep",
-        rich_help_panel=_PANEL,
-        help="Compare weight types, whose files are made first: --sweep draft=bf16,q8_0,q4-mix target=as-is",
+    _comparing(
+        "--sweep", help="Compare weight types, whose files are made first: --sweep draft=bf16,q8_0,q4-mix target=as-is"
     ),
 ]
 Adapters = Annotated[
     list[str] | None,
-    typer.Option(
+    _comparing(
         "--draft-lora",
         metavar="[NAME=]PATH[@SCALE],...",
         show_default=False,
-        rich_help_panel=_PANEL,
         help="Compare adapters of the drafter; 'base' is none. The first is the reference. Repeatable.",
     ),
 ]
-Runs = Annotated[
-    int | None, typer.Option(min=1, help="Measure every pair this often.", show_default="1", rich_help_panel=_PANEL)
-]
+Runs = Annotated[int | None, _comparing(min=1, help="Measure every pair this often.", show_default="1")]
 OutFolder = Annotated[
     str | None,
-    typer.Option(
+    _comparing(
         "--out",
         metavar="FOLDER",
         show_default="sweep-DATE-TIME",
-        rich_help_panel=_PANEL,
         help="The folder that keeps tables, numbers, plots, logs and made files.",
     ),
 ]
@@ -81,18 +75,15 @@ class PairComparison:
 
     def check(self, others: Mapping[str, bool]) -> None:
         """Refuses options that do not go together; `others` says which options of the plain bench were given."""
-        if not self.wanted:
-            for option, given in (("--runs", self.runs), ("--out", self.out)):
-                if given is not None:
-                    raise RequestError(f"{option} needs something to compare", "add --sweep or --draft-lora")
-            if self.sides:
-                raise RequestError(f"bench does not know '{self.sides[0]}'", "put --sweep before it")
-            return
-        if self.sweep and self.adapters:
-            raise RequestError("--sweep does not go with --draft-lora", "leave one of them out")
+        for option, given in (("--runs", self.runs), ("--out", self.out)):
+            if given is not None and not self.wanted:
+                raise RequestError(f"{option} needs something to compare", "add --sweep or --draft-lora")
         if self.sides and not self.sweep:
             raise RequestError(f"bench does not know '{self.sides[0]}'", "put --sweep before it")
-        o.refuse_beside("--sweep" if self.sweep else "--draft-lora", others)
+        if self.adapters:
+            o.refuse_beside("--draft-lora", {"--sweep": self.sweep, **others})
+        elif self.sweep:
+            o.refuse_beside("--sweep", others)
 
 
 def compare_pairs(
@@ -106,8 +97,10 @@ def compare_pairs(
     about: Mapping[str, object],
 ) -> None:
     """Measures the whole comparison, keeps it in a folder and prints it; `sets` holds the prompts by their name."""
+    from slipstream.bench.measure import turns_of
+    from slipstream.bench.pair_sweep import run_sweep
     from slipstream.bench.sweep_columns import QuantFiles, parse_sweep, split_adapters, variant_columns
-    from slipstream.bench.sweep_report import SweepFolder
+    from slipstream.bench.sweep_report import SweepFolder, sentences, tables
 
     asked = parse_sweep(comparing.sides) if comparing.sweep else {}
     adapters = split_adapters(comparing.adapters) if comparing.adapters else []
@@ -130,14 +123,28 @@ def compare_pairs(
             )
             columns = files.columns(asked)
         else:
-            llm = stack.enter_context(closing(o.load(ui, target, draft, config, adapters)))
+            llm = stack.enter_context(o.load(ui, target, draft, config, adapters))
             columns = variant_columns(llm, adapters)
-        result = _measure(ui, columns, sets, plan, runs, folder)
+        answers = len(columns) * runs * sum(turns_of(conversations, plan) for conversations in sets.values())
+        advance = stack.enter_context(ui.counting("answers", answers))
+
+        def on_turn(column: str, name: str, run: int, turn: Turn) -> None:
+            folder.log(column, name, run, turn)
+            advance()
+
+        try:
+            result = run_sweep(columns, sets, plan, runs, on_turn, folder.write)
+        except KeyboardInterrupt:
+            ui.note(f"The sweep was interrupted; what was measured so far is in {folder.path}.")
+            raise
+        finally:
+            folder.draw()
     if ui.json_output:
         ui.print_json({**about, "folder": str(folder.path), **result.to_json()})
-    else:
-        draw(ui, result, title)
-        ui.line(f"The results are in {folder.path}.")
+        return
+    for name, heads, rows in tables(result, title):
+        ui.table(name, heads, rows)
+    ui.lines([*sentences(result), f"The results are in {folder.path}."])
 
 
 def read_sets(prompts: str | None, limit: int) -> dict[str, list[Conversation]]:
@@ -146,50 +153,3 @@ def read_sets(prompts: str | None, limit: int) -> dict[str, list[Conversation]]:
 
     names = PUBLIC if prompts is None else tuple(name.strip() for name in prompts.split(","))
     return {name: read_prompts(name, limit) for name in names}
-
-
-def _measure(
-    ui: Ui,
-    columns: Sequence[Column],
-    sets: Mapping[str, list[Conversation]],
-    plan: BenchPlan,
-    runs: int,
-    folder: SweepFolder,
-) -> Sweep:
-    from slipstream.bench.pair_sweep import answers_of, run_sweep
-
-    seen: list[Sweep] = []
-
-    def keep(sweep: Sweep) -> None:
-        seen[:] = [sweep]
-        folder.write(sweep)
-
-    with ui.counting("answers", answers_of(columns, sets, plan, runs)) as advance:
-
-        def on_turn(column: str, name: str, run: int, turn: Turn) -> None:
-            folder.log(column, name, run, turn)
-            advance()
-
-        try:
-            return run_sweep(columns, sets, plan, runs, on_turn, keep)
-        except KeyboardInterrupt:
-            ui.note(f"The sweep was interrupted; what was measured so far is in {folder.path}.")
-            raise
-        finally:
-            if seen:
-                folder.draw(seen[0])
-
-
-def draw(ui: Ui, result: Sweep, title: str) -> None:
-    """Draws the tables, and says in sentences what they mean."""
-    from slipstream.bench import sweep_report as report
-
-    for name, heads, rows in (
-        (title, report.TAU_HEADS, report.tau_rows(result)),
-        ("Speed", report.SPEED_HEADS, report.speed_rows(result)),
-        ("Files", report.FILE_HEADS, report.file_rows(result)),
-    ):
-        if rows:
-            ui.table(name, columns_table(heads, rows))
-    for sentence in report.sentences(result):
-        ui.line(sentence)

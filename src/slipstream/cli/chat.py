@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.bench.measure import Answer
 from slipstream.cli import options as o
-from slipstream.cli.chat_session import COMMANDS, ChatSession, QuitChat
+from slipstream.cli.chat_session import COMMANDS, ChatSession, Message, QuitChat
 from slipstream.cli.draft_drawing import show_steps
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import DRAFTED_STYLE, DraftTint, Ui, footer
-from slipstream.errors import RequestError, SlipstreamError
-from slipstream.stats import RequestStats
-from slipstream.types import SamplingParams, StepRecord
+from slipstream.errors import SlipstreamError
+from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
@@ -66,9 +64,10 @@ def command(
         temperature=temperature, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     how = o.speculation(mode, gate, confidence)
-    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
-    config = replace(config, text_drafts=not no_text_drafts)
-    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
+    config = o.engine_config(
+        dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact, no_text_drafts
+    )
+    with Trace(trace) as steps_file, o.load(ui, target, draft, config, draft_lora or ()) as llm:
         session = ChatSession(
             draft_source=llm.draft_source,
             sampling=sampling,
@@ -155,65 +154,30 @@ class Chat:
         return True
 
     def _turn(self, question: str) -> None:
-        self.session.ask(question)
-        answer = ChatAnswer()
-        try:
-            self._stream(answer)
-        except SlipstreamError:
-            self.session.take_back()
-            raise
-        self.session.answered(answer.text, answer.stats)
+        asked, answer = {"role": "user", "content": question}, Answer()
+        self._stream([*self.session.messages(), asked], answer)
+        stats = None if answer.finish_reason == "cancelled" else answer.stats
+        self.session.answered(asked, answer.text, answer.stats)
         if self.ui.json_output:
-            self.ui.print_json(answer.to_json(self.show_drafts))
+            steps = {"steps": [step.to_json() for step in answer.steps]} if self.show_drafts else {}
+            self.ui.print_json(answer.to_json() | steps)
             return
         self.ui.write("\n")
         if self.show_drafts:
-            show_steps(self.ui, self.llm, answer.steps, answer.stats)
-        self.ui.note(footer(answer.stats, self.plain_speed) if answer.stats else "stopped")
+            show_steps(self.ui, self.llm, answer.steps, stats)
+        self.ui.note(footer(stats, self.plain_speed) if stats else "stopped")
 
-    def _stream(self, answer: ChatAnswer) -> None:
+    def _stream(self, messages: Sequence[Message], answer: Answer) -> None:
         """Shows the answer while it is written. Ctrl-C ends only the answer, which then keeps the text so far."""
         tint = DraftTint()
-        events = self.llm.stream(self.session.messages(), chat=True, **self.session.settings())
+        events = self.llm.stream(messages, chat=True, **self.session.settings())
         try:
-            for event in events:
-                if event.error:
-                    raise RequestError(event.error)
+            for event in answer.follow(events):
                 self.trace.record(str(self.session.mode), event, self.llm.tokenizer)
-                if event.step:
-                    answer.steps.append(event.step)
-                answer.text += event.text
-                answer.token_ids += [token.id for token in event.tokens]
-                answer.finish_reason = event.finish_reason or answer.finish_reason
-                answer.stats = event.stats or answer.stats
                 for text, drafted in tint.spans(event.tokens, event.texts, event.text):
-                    if not self.ui.json_output:
-                        self.ui.write(text, DRAFTED_STYLE if drafted else None)
+                    self.ui.write(text, DRAFTED_STYLE if drafted else None)
         except KeyboardInterrupt:
-            answer.finish_reason = "cancelled"
             events.close()
-
-
-class ChatAnswer:
-    """One answer while it grows."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.finish_reason = "cancelled"
-        self.stats: RequestStats | None = None
-        self.steps: list[StepRecord] = []
-
-    def to_json(self, with_steps: bool) -> dict[str, object]:
-        stats = self.stats.to_json() if self.stats else None
-        steps = {"steps": [step.to_json() for step in self.steps]} if with_steps else {}
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "stats": stats,
-            **steps,
-        }
 
 
 def _complete(text: str, state: int) -> str | None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from slipstream.errors import RequestError, SourceError
 from slipstream.stats import RequestStats
@@ -38,9 +38,19 @@ class ChatSession:
     total: RequestStats = field(default_factory=RequestStats)
 
     def __post_init__(self) -> None:
-        self._check_mode(self.mode)
-        self._check_gate(self.gate)
-        self._check_max_tokens(self.max_tokens)
+        drafts = self.draft_source == "drafter" or self.draft_source == "suffix" and self.mode.reads_text
+        if self.mode.kind != "plain" and not drafts:
+            raise RequestError(f"mode {self.mode} needs a drafter", "start chat with --draft")
+        if not _go_together(self.mode, self.gate):
+            raise RequestError(f"gate {self.gate} does not go with mode {self.mode}", "choose another mode first")
+        if self.max_tokens < 1:
+            raise RequestError(f"max-tokens is {self.max_tokens}", "it must be 1 or more")
+
+    def _set(self, **changes: Any) -> None:
+        """Changes settings together; refuses those that a new session would refuse."""
+        replace(self, **changes)
+        for name, value in changes.items():
+            setattr(self, name, value)
 
     def messages(self) -> list[Message]:
         head = [{"role": "system", "content": self.system}] if self.system else []
@@ -48,23 +58,19 @@ class ChatSession:
 
     def settings(self) -> dict[str, object]:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        sampling = {name: getattr(self.sampling, name) for name in names}
-        gate = {} if self.gate is None else {"gate": str(self.gate)}
-        confidence = {} if self.min_confidence is None else {"min_confidence": self.min_confidence}
-        how = {"mode": str(self.mode), **gate, **confidence, "draft_lora": self.draft_lora}
-        return {**sampling, **how, "max_tokens": self.max_tokens}
+        settings = {
+            **{name: getattr(self.sampling, name) for name in names},
+            "mode": str(self.mode),
+            "gate": self.gate and str(self.gate),
+            "min_confidence": self.min_confidence,
+            "draft_lora": self.draft_lora,
+            "max_tokens": self.max_tokens,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
 
-    def ask(self, text: str) -> None:
-        self.turns.append({"role": "user", "content": text})
-
-    def answered(self, text: str, stats: RequestStats | None) -> None:
-        self.turns.append({"role": "assistant", "content": text})
-        if stats:
-            self.total.add(stats)
-
-    def take_back(self) -> None:
-        """Drops a question that got no answer."""
-        self.turns.pop()
+    def answered(self, question: Message, text: str, stats: RequestStats) -> None:
+        self.turns += [question, {"role": "assistant", "content": text}]
+        self.total.add(stats)
 
     def run(self, line: str) -> str:
         """Runs a line that begins with a slash, and returns what to tell the user."""
@@ -73,20 +79,6 @@ class ChatSession:
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             raise RequestError(f"unknown command /{name}", f"did you mean /{near[0]}?" if near else "try /help")
         return COMMANDS[name].action(self, rest.strip())
-
-    def _check_mode(self, mode: Mode) -> None:
-        drafts = self.draft_source == "drafter" or self.draft_source == "suffix" and mode.reads_text
-        if mode.kind != "plain" and not drafts:
-            raise RequestError(f"mode {mode} needs a drafter", "start chat with --draft")
-
-    def _check_gate(self, gate: Gate | None) -> None:
-        if gate is not None and not _go_together(self.mode, gate):
-            raise RequestError(f"gate {gate} does not go with mode {self.mode}", "choose another mode first")
-
-    @staticmethod
-    def _check_max_tokens(value: int) -> None:
-        if value < 1:
-            raise RequestError(f"max-tokens is {value}", "it must be 1 or more")
 
     def _help(self, rest: str) -> str:
         width = max(len(command.usage) for command in COMMANDS.values())
@@ -99,18 +91,13 @@ class ChatSession:
     def _mode(self, rest: str) -> str:
         if rest:
             mode = Mode.parse(rest)
-            self._check_mode(mode)
-            self.mode = mode
-            if self.gate is not None and not _go_together(mode, self.gate):
-                self.gate = None
+            self._set(mode=mode, gate=self.gate if _go_together(mode, self.gate) else None)
         return f"mode {self.mode}, gate {self.gate or 'as the mode has it'}"
 
     def _gate(self, rest: str) -> str:
         if rest:
-            gate = Gate.parse(rest)
-            self._check_gate(gate)
-            self.gate = gate
-        return f"mode {self.mode}, gate {self.gate or 'as the mode has it'}"
+            self._set(gate=Gate.parse(rest))
+        return self._mode("")
 
     def _lora(self, rest: str) -> str:
         if rest:
@@ -133,9 +120,7 @@ class ChatSession:
 
     def _max_tokens(self, rest: str) -> str:
         if rest:
-            value = _number(rest, int)
-            self._check_max_tokens(value)
-            self.max_tokens = value
+            self._set(max_tokens=_number(rest, int))
         return f"max-tokens {self.max_tokens}"
 
     def _system(self, rest: str) -> str:
@@ -197,9 +182,9 @@ COMMANDS: dict[str, ChatCommand] = {
 }
 
 
-def _go_together(mode: Mode, gate: Gate) -> bool:
+def _go_together(mode: Mode, gate: Gate | None) -> bool:
     """Whether a gate fits a mode: auto works only with its own gate, and plain decoding has nothing to gate."""
-    return gate.kind == {"auto": "auto", "plain": "off"}.get(mode.kind, gate.kind)
+    return gate is None or gate.kind == {"auto": "auto", "plain": "off"}.get(mode.kind, gate.kind)
 
 
 def _number(text: str, kind: Callable[[str], N]) -> N:

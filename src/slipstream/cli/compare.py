@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from slipstream.bench.workloads import read_prompts
 from slipstream.cli import options as o
-from slipstream.cli.ui import Ui, columns_table
+from slipstream.cli.ui import Ui
 from slipstream.config import EngineConfig
 from slipstream.errors import RequestError
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 TOO_FAR = 1  # exit code when an error is above --max-error
 DEFAULT_PROMPTS = "humaneval,gsm8k,mt-bench"
 _SHOWN_TENSORS = 12  # Without --all the table shows this many, so that it fits on a screen with all outliers.
-_LOGITS = "Logits"
+_logits = partial(typer.Option, rich_help_panel="Logits")
 
 
 def command(
@@ -35,22 +36,17 @@ def command(
         float | None,
         typer.Option(min=0, metavar="X", help="Exit with 1 if a tensor is missing or its relative RMS is above this."),
     ] = None,
-    logits: Annotated[
-        bool, typer.Option("--logits", rich_help_panel=_LOGITS, help="Also run both models on the same inputs.")
-    ] = False,
+    logits: Annotated[bool, _logits("--logits", help="Also run both models on the same inputs.")] = False,
     reference: Annotated[
-        Literal["dflash"] | None,
-        typer.Option(rich_help_panel=_LOGITS, help="Also compare drafters with the authors' package."),
+        Literal["dflash"] | None, _logits(help="Also compare drafters with the authors' package.")
     ] = None,
-    target: Annotated[str, typer.Option(rich_help_panel=_LOGITS, help="The target of two drafters.")] = "smollm2",
-    draft: Annotated[
-        str, typer.Option(rich_help_panel=_LOGITS, help="The drafter that measures two targets' tau; 'none' skips it.")
-    ] = "auto",
+    target: Annotated[str, _logits(help="The target of two drafters.")] = "smollm2",
+    draft: Annotated[str, _logits(help="The drafter that measures two targets' tau; 'none' skips it.")] = "auto",
     prompts: Annotated[
-        str, typer.Option(metavar="NAME,...", rich_help_panel=_LOGITS, help="Built-in prompt sets or .jsonl files.")
+        str, _logits(metavar="NAME,...", help="Built-in prompt sets or .jsonl files.")
     ] = DEFAULT_PROMPTS,
-    limit: Annotated[int, typer.Option(min=0, rich_help_panel=_LOGITS, help="Prompts of each set; 0 uses all.")] = 2,
-    max_tokens: Annotated[int, typer.Option(min=2, rich_help_panel=_LOGITS, help="Tokens of an answer.")] = 64,
+    limit: Annotated[int, _logits(min=0, help="Prompts of each set; 0 uses all.")] = 2,
+    max_tokens: Annotated[int, _logits(min=2, help="Tokens of an answer.")] = 64,
     dtype: o.Dtype = "auto",
     threads: o.Threads = 0,
     json_output: o.JsonOutput = False,
@@ -58,7 +54,8 @@ def command(
     """Compare two files of one model: errors per tensor, outliers, and with --logits what they compute."""
     _refuse_contradictions(second, logits, reference, max_error)
     ui = Ui(json_output)
-    texts = _read_prompts(prompts, limit) if logits else []
+    sets = [read_prompts(name.strip(), limit) for name in prompts.split(",")] if logits else []
+    texts = [turns[0] for conversations in sets for turns in conversations]
     with ui.loading() as progress:
         from slipstream.formats.sources import resolve
         from slipstream.tools.tensor_compare import compare_files
@@ -70,8 +67,19 @@ def command(
         draw_tensors(ui, found, every)
     runs: list[LogitComparison] = []
     if logits:
+        from slipstream.tools.model_file import open_model
+
         config = EngineConfig(weight_format=dtype, threads=threads)
-        runs = _run_logits(ui, _Sides(names, paths, target, draft, reference, config, max_tokens), texts)
+        with open_model(paths[0]) as model:
+            kind = model.kind
+        if kind == "drafter":
+            runs = _run_drafters(ui, names, paths, target, reference is not None, texts, config, max_tokens)
+        elif reference is not None:
+            raise RequestError(
+                "the authors' package holds a drafter, not a target", "leave --reference out for targets"
+            )
+        else:
+            runs = [_run_targets(ui, names, paths, draft, texts, config, max_tokens)]
         if not json_output:
             draw_logits(ui, runs)
     if json_output:
@@ -84,19 +92,6 @@ def command(
         raise typer.Exit(TOO_FAR)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sides:
-    """The compared models, by the names that were typed and by their paths."""
-
-    names: list[str]
-    paths: list[Path]
-    target: str
-    draft: str
-    reference: str | None
-    config: EngineConfig
-    max_tokens: int  # of an answer
-
-
 def _refuse_contradictions(second: str | None, logits: bool, reference: str | None, max_error: float | None) -> None:
     if reference is not None and not logits:
         raise RequestError("--reference compares logits", "add --logits")
@@ -106,42 +101,31 @@ def _refuse_contradictions(second: str | None, logits: bool, reference: str | No
         raise RequestError("--max-error compares two files", "give a second one")
 
 
-def _read_prompts(names: str, limit: int) -> list[str]:
-    from slipstream.bench.workloads import read_prompts
-
-    return [turns[0] for name in names.split(",") for turns in read_prompts(name.strip(), limit)]
-
-
-def _run_logits(ui: Ui, sides: _Sides, texts: Sequence[str]) -> list[LogitComparison]:
-    from slipstream.tools.model_file import open_model
-
-    with open_model(sides.paths[0]) as model:
-        kind = model.kind
-    if kind == "drafter":
-        return _run_drafters(ui, sides, texts)
-    if sides.reference is not None:
-        raise RequestError("the authors' package holds a drafter, not a target", "leave --reference out for targets")
-    return [_run_targets(ui, sides, texts)]
-
-
-def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str]) -> list[LogitComparison]:
+def _run_drafters(
+    ui: Ui,
+    names: list[str],
+    paths: list[Path],
+    target: str,
+    with_authors: bool,
+    texts: Sequence[str],
+    config: EngineConfig,
+    max_tokens: int,
+) -> list[LogitComparison]:
     from slipstream.formats.sources import resolve
     from slipstream.tools.logits import compare_drafters, load_blocks, write_passages
 
     runs: list[LogitComparison] = []
     with ui.loading() as progress:
-        passages, _ = write_passages(sides.target, None, texts, sides.config, sides.max_tokens, progress)
-        path = resolve(sides.target, progress=progress).path
-        blocks = load_blocks(
-            path, list(zip(_labels(sides.names), sides.paths, strict=True)), sides.config.weight_format
-        )
+        passages, _ = write_passages(target, None, texts, config, max_tokens, progress)
+        path = resolve(target, progress=progress).path
+        blocks = load_blocks(path, list(zip(_labels(names), paths, strict=True)), config.weight_format)
         weight_format = blocks[0].target.weight_format
         if len(blocks) == 2:
             runs.append(compare_drafters(blocks[0], blocks[1], passages, weight_format, progress))
-        if sides.reference is not None:
+        if with_authors:
             from slipstream.tools.authors_drafter import AuthorBlocks
 
-            for ours, file in zip(blocks, sides.paths, strict=True):
+            for ours, file in zip(blocks, paths, strict=True):
                 theirs = AuthorBlocks(ours, file)
                 run = compare_drafters(theirs, ours, passages, weight_format, progress)
                 if theirs.left_out:
@@ -150,23 +134,22 @@ def _run_drafters(ui: Ui, sides: _Sides, texts: Sequence[str]) -> list[LogitComp
     return runs
 
 
-def _run_targets(ui: Ui, sides: _Sides, texts: Sequence[str]) -> LogitComparison:
+def _run_targets(
+    ui: Ui, names: list[str], paths: list[Path], draft: str, texts: Sequence[str], config: EngineConfig, max_tokens: int
+) -> LogitComparison:
     from slipstream.formats.sources import drafter_source
     from slipstream.tools.logits import compare_targets, write_passages
 
-    draft = next(filter(None, (drafter_source(name, sides.draft) for name in sides.names)), None)
-    first, second = map(str, sides.paths)
+    drafter = next(filter(None, (drafter_source(name, draft) for name in names)), None)
     with ui.loading() as progress:
-        passages, tau = write_passages(first, draft, texts, sides.config, sides.max_tokens, progress)
-        other = None
-        if draft is not None:
-            _, other = write_passages(second, draft, texts, sides.config, sides.max_tokens, progress)
-        one, two = _labels(sides.names)
-        run = compare_targets(
-            sides.paths[0], sides.paths[1], (one, two), passages, sides.config.weight_format, progress
+        passages, tau = write_passages(str(paths[0]), drafter, texts, config, max_tokens, progress)
+        other = (
+            None if drafter is None else write_passages(str(paths[1]), drafter, texts, config, max_tokens, progress)[1]
         )
+        one, two = _labels(names)
+        run = compare_targets(paths[0], paths[1], (one, two), passages, config.weight_format, progress)
     run.taus = tau, other
-    if draft is None:
+    if drafter is None:
         run.notes.append("there is no drafter, so tau was not measured: name one with --draft")
     return run
 
@@ -184,7 +167,7 @@ def draw_tensors(ui: Ui, found: FileComparison, every: bool) -> None:
     shown = ordered if every else ordered[: max(_SHOWN_TENSORS, outliers)]
     title = f"{found.first} (reference) and {found.second}: {len(found.tensors)} tensors of a {found.kind}"
     heads = ["tensor", "types", "relative RMS", "max error", "worst row", "outlier"]
-    ui.table(title, columns_table(heads, [_row(tensor) for tensor in shown]))
+    ui.table(title, heads, map(_row, shown))
     if len(shown) < len(ordered):
         ui.line(f"{len(ordered) - len(shown)} tensors are no further apart than these; --all shows them.")
     for label, names in (("Missing in the second", found.missing), ("Only in the second", found.extra)):
@@ -194,8 +177,7 @@ def draw_tensors(ui: Ui, found: FileComparison, every: bool) -> None:
         ui.line(f"Different shape: {name} is {list(mine)} and {list(theirs)}")
     for name, one, two in found.settings:
         ui.line(f"Different setting: {name} is {one} and {two}")
-    for note in found.notes:
-        ui.line(f"Note: {note}")
+    ui.lines(f"Note: {note}" for note in found.notes)
     ui.line(
         f"Relative RMS over all: {found.mean_error:.4g}, largest {found.largest_error:.4g}, "
         f"{outliers} outlier{'' if outliers == 1 else 's'}."
@@ -223,16 +205,11 @@ def draw_logits(ui: Ui, runs: Sequence[LogitComparison]) -> None:
             ["mean KL, nats", f"{run.mean_divergence:.4g}"],
             ["largest KL", f"{run.max_divergence:.4g}"],
             ["same first choice", f"{run.agreement:.2%}"],
-            *_tau_rows(run),
         ]
+        named = zip((run.first, run.second), run.taus, strict=True)
+        rows += [[f"tau of {name}", f"{tau:.3f}"] for name, tau in named if tau is not None]
         title = f"Logits of {run.first} and {run.second}: {run.rows} rows, weights {run.weight_format}"
-        ui.table(title, columns_table(["", "value"], rows))
+        ui.table(title, ["", "value"], rows)
         if run.non_finite:
             ui.warn(f"{run.non_finite} rows are left out, because their logits are not finite.")
-        for note in run.notes:
-            ui.line(f"Note: {note}")
-
-
-def _tau_rows(run: LogitComparison) -> list[list[str]]:
-    named = ((run.first, run.taus[0]), (run.second, run.taus[1]))
-    return [[f"tau of {name}", f"{tau:.3f}"] for name, tau in named if tau is not None]
+        ui.lines(f"Note: {note}" for note in run.notes)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.ui import Ui, key_value_table, size
+from slipstream.cli.ui import Ui, size
 
 
 def command(
@@ -54,18 +54,16 @@ def command(
         ui.print_json(report.to_json())
         return
     types = ", ".join(f"{count} {name}" for name, count in report.types.items())
-    ui.table(
+    ui.facts(
         report.out,
-        key_value_table(
-            {
-                "from": report.source,
-                "kind": report.kind,
-                "format": report.format,
-                "size": size(report.bytes),
-                "parameters": f"{report.parameters:,}",
-                "tensors": f"{report.tensors} ({types})",
-            }
-        ),
+        {
+            "from": report.source,
+            "kind": report.kind,
+            "format": report.format,
+            "size": size(report.bytes),
+            "parameters": f"{report.parameters:,}",
+            "tensors": f"{report.tensors} ({types})",
+        },
     )
     for note in report.notes:
         ui.warn(note)

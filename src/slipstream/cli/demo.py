@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,50 +14,16 @@ import typer
 from slipstream.cli import options as o
 from slipstream.cli.bench import draw
 from slipstream.cli.ui import DRAFTED_STYLE, DraftTint, Ui
+from slipstream.stats import RequestStats
 
 if TYPE_CHECKING:
-    from slipstream.bench.measure import Comparison, Turn
-    from slipstream.bench.rival import Rival, RivalAnswer
+    from slipstream.bench.measure import Turn
+    from slipstream.bench.rival import Rival
     from slipstream.engine.llm import LLM
 
 _TARGET = "smollm2"
 _SHOWN_CHARACTERS = 400  # the beginning of each answer that is shown; longer answers would hide the speeds
 _CONTEXT = 1024  # tokens for the longest built-in prompt that the demo shows, with room to spare
-
-
-@dataclass(slots=True)
-class _Opponent:
-    """llama.cpp on the same prompts, if it is installed."""
-
-    process: Rival
-    answers: list[RivalAnswer] = field(default_factory=list)
-
-    def answer(self, llm: LLM, turn: Turn) -> RivalAnswer:
-        from slipstream.bench.rival import SETTLE_SECONDS
-
-        length = len(turn.answers["plain"].token_ids)
-        time.sleep(SETTLE_SECONDS)
-        self.answers.append(self.process.complete(llm.prompt_ids(turn.history, chat=True), length))
-        time.sleep(SETTLE_SECONDS)
-        return self.answers[-1]
-
-    def speed(self) -> float:
-        tokens, ms = (sum(getattr(answer, name) for answer in self.answers) for name in ("tokens", "decode_ms"))
-        return 1000 * tokens / ms if ms else 0.0
-
-    def to_json(self) -> dict[str, object]:
-        return {**self.process.describe(), "tokens_per_second": round(self.speed(), 3)}
-
-    def sentence(self, result: Comparison) -> str:
-        from slipstream.bench.comparison_report import built_for
-
-        theirs, about = self.speed(), self.process.describe()
-        ours = {mode: run.stats.tokens_per_second for mode, run in result.modes.items()}
-        ratios = " and ".join(f"{speed / theirs:.2f} times in mode {mode}" for mode, speed in ours.items() if theirs)
-        return (
-            f"llama.cpp ({about['version']}, {built_for(str(about['system']))}) decodes at {theirs:.1f} tok/s on the "
-            f"same file and threads" + (f"; Slipstream runs at {ratios} that speed." if ratios else ".")
-        )
 
 
 def command(
@@ -68,13 +33,15 @@ def command(
 ) -> None:
     """Watch the default pair write the same text with and without its drafter."""
     from slipstream.bench import rival
+    from slipstream.bench.comparison_report import built_for
     from slipstream.bench.measure import BenchPlan, compare
     from slipstream.bench.workloads import PUBLIC, read_prompts
 
     ui = Ui(json_output)
     plan = BenchPlan(max_tokens=max_tokens)
     conversations = [read_prompts(name, limit=1)[0] for name in PUBLIC]
-    with closing(o.load(ui, _TARGET, "auto", o.engine_config(threads=threads))) as llm, ExitStack() as stack:
+    total = RequestStats()  # llama.cpp's
+    with o.load(ui, _TARGET, "auto", o.engine_config(threads=threads)) as llm, ExitStack() as stack:
         describe = llm.describe()
         if not json_output:
             ui.line(f"{describe['target']} with {describe['draft']} on {describe['threads']} threads")
@@ -83,11 +50,18 @@ def command(
         opponent = _opponent(llm, int(str(describe["threads"])), max_tokens, stack)
 
         def on_turn(turn: Turn) -> None:
-            theirs = opponent.answer(llm, turn) if opponent else None
+            theirs = None
+            if opponent is not None:
+                time.sleep(rival.SETTLE_SECONDS)
+                length = len(turn.answers["plain"].token_ids)
+                theirs = opponent.complete(llm.prompt_ids(turn.history, chat=True), length)
+                total.add(theirs)
+                time.sleep(rival.SETTLE_SECONDS)
             if not json_output:
                 _show(ui, turn, theirs)
 
         result = compare(llm, _TARGET, conversations, plan, on_turn)
+    speed, about = total.tokens_per_second, opponent.describe() if opponent else {}
     if json_output:
         ui.print_json(
             {
@@ -96,35 +70,37 @@ def command(
                 "max_tokens": max_tokens,
                 **result.to_json(),
                 "describe": describe,
-                "llama_cpp": opponent.to_json() if opponent else None,
+                "llama_cpp": about | {"tokens_per_second": round(speed, 3)} if about else None,
             }
         )
     else:
         ui.line()
         draw(ui, result, describe, f"{_TARGET}: {result.answers} answers of up to {max_tokens} tokens, interleaved")
-        if opponent:
-            ui.line(opponent.sentence(result))
+        if about:
+            ours = {mode: run.stats.tokens_per_second / speed for mode, run in result.modes.items() if speed}
+            ratios = " and ".join(f"{ratio:.2f} times in mode {mode}" for mode, ratio in ours.items())
+            ui.line(
+                f"llama.cpp ({about['version']}, {built_for(str(about['system']))}) decodes at {speed:.1f} tok/s on "
+                f"the same file and threads" + (f"; Slipstream runs at {ratios} that speed." if ratios else ".")
+            )
         elif not rival.available():
             ui.line(f"To compare with llama.cpp: {rival.HOW_TO_GET}")
 
 
-def _opponent(llm: LLM, threads: int, max_tokens: int, stack: ExitStack) -> _Opponent | None:
+def _opponent(llm: LLM, threads: int, max_tokens: int, stack: ExitStack) -> Rival | None:
     """llama.cpp on the same file, warmed up; None if it is missing, cannot read this file or does not start."""
     from slipstream.bench import rival
     from slipstream.errors import SlipstreamError
 
-    model = llm.target_source.path
-    if not rival.available() or not rival.is_model(model):
-        return None
     try:
-        process = stack.enter_context(rival.start(model, threads, _CONTEXT + max_tokens))
+        process = stack.enter_context(rival.start(llm.target_source.path, threads, _CONTEXT + max_tokens))
         process.complete([1] * 8, 8)
     except SlipstreamError:
         return None  # the demo shows this engine, so an opponent that cannot run here does not end it
-    return _Opponent(process)
+    return process
 
 
-def _show(ui: Ui, turn: Turn, theirs: RivalAnswer | None) -> None:
+def _show(ui: Ui, turn: Turn, theirs: RequestStats | None) -> None:
     """Shows the beginning of one answer, tinted as in chat, and all speeds."""
     question = " ".join(turn.question.split())
     ui.line()

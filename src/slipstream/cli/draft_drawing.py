@@ -6,13 +6,13 @@ The accepted path comes first, marked ✓. Branches that the target did not take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 
 from slipstream.cli.ui import Span, Ui, policy_line
-from slipstream.stats import Decision, RequestStats
+from slipstream.stats import RequestStats
 from slipstream.types import StepRecord
 
 if TYPE_CHECKING:
@@ -36,16 +36,11 @@ def visible(text: str) -> str:
 
 def show_steps(ui: Ui, llm: LLM, steps: Sequence[StepRecord], stats: RequestStats | None) -> None:
     """Draws the steps of a complete answer, because drawing during it would count as decoding time."""
-    for line in draw_steps(steps, llm.tokenizer.token_text, ui.err.width):
-        ui.draw(line)
+    for number, step in enumerate(steps, 1):
+        for line in draw_step(number, step, llm.tokenizer.token_text, ui.err.width):
+            ui.draw(line)
     if stats:
         ui.note(f"policy: {policy_line(stats.policy)}")
-
-
-def draw_steps(steps: Sequence[StepRecord], text_of: TextOf, width: int = 100) -> Iterator[Line]:
-    """The lines of all steps; `text_of` returns the text of a single token."""
-    for number, step in enumerate(steps, 1):
-        yield from draw_step(number, step, text_of, width)
 
 
 def draw_step(number: int, step: StepRecord, text_of: TextOf, width: int = 100) -> list[Line]:
@@ -67,18 +62,14 @@ def _headline(number: int, step: StepRecord) -> str:
     decision, drafted = step.decision, step.proposal.nodes
     took = f"{step.draft_ms + step.verify_ms:.1f} ms"
     outcome = f"{step.verdict.accepted} of {drafted} accepted" if drafted else "nothing drafted"
-    parts = [f"step {number}", decision.choice, outcome, took, *_expectation(decision)]
+    parts = [f"step {number}", decision.choice, outcome, took]
+    if decision.expected_tokens is not None and decision.expected_ms is not None:
+        parts.append(f"expected {decision.expected_tokens:.1f} tokens in {decision.expected_ms:.1f} ms")
     if step.verdict.failed:
         parts.append("the target's logits were not finite")
     if decision.reason:
         parts.append(visible(decision.reason))
     return " · ".join(parts)
-
-
-def _expectation(decision: Decision) -> list[str]:
-    if decision.expected_tokens is None or decision.expected_ms is None:
-        return []
-    return [f"expected {decision.expected_tokens:.1f} tokens in {decision.expected_ms:.1f} ms"]
 
 
 def _branches(step: StepRecord) -> list[list[int]]:

@@ -7,34 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.bench.measure import Answer
 from slipstream.cli import options as o
 from slipstream.cli.draft_drawing import show_steps
 from slipstream.cli.trace import Trace
 from slipstream.cli.ui import Ui, footer
-from slipstream.errors import RequestError, SlipstreamError, SourceError
-from slipstream.stats import RequestStats
-from slipstream.types import GenEvent, SamplingParams, StepRecord, TokenOut
+from slipstream.errors import RequestError, SourceError
+from slipstream.types import GenEvent, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
-
-_SAMPLING_NAMES = (
-    "temperature",
-    "seed",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-)
 
 
 def command(
@@ -81,32 +67,28 @@ def command(
     if logprobs is not None and not json_output:
         raise RequestError("--logprobs has nowhere to go", "add --json")
     # The values are checked here, before a model is loaded in vain.
-    sampling = SamplingParams(
-        temperature=temperature,
-        seed=seed,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        logprobs=logprobs,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-    )
+    sampling: dict[str, object] = {
+        "temperature": temperature,
+        "seed": seed,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logprobs": logprobs,
+    }
+    SamplingParams(**sampling)  # type: ignore[arg-type]
     how = o.speculation(mode, gate, confidence, plain)
     limits = {"max_tokens": max_tokens, "stop": tuple(stop or ()), "ignore_eos": ignore_eos}
-    chosen = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
-    settings: dict[str, object] = {**limits, **how.settings(), **chosen}
-    config = o.engine_config(dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact)
-    config = replace(config, text_drafts=not no_text_drafts)
-    with Trace(trace) as steps_file, closing(o.load(ui, target, draft, config, draft_lora or ())) as llm:
-        settings["draft_lora"] = o.chosen_variant(llm, draft_lora or ())
+    config = o.engine_config(
+        dtype, threads, max_context, draft_window, device, kernels, no_graphs, exact, no_text_drafts
+    )
+    with Trace(trace) as steps_file, o.load(ui, target, draft, config, draft_lora or ()) as llm:
         mode_name = str(how.resolved_mode(llm.speculates))
-        events = _traced(llm, llm.stream(text, chat=chat, **settings), steps_file, mode_name)
-        if json_output:
-            drafts = None if mode_name == "plain" else llm.draft_label
-            _print_object(ui, events, drafts, show_drafts, logprobs is not None)
-        else:
-            _print_stream(ui, llm, events, show_drafts)
+        settings = {**limits, **how.settings(), **sampling, "draft_lora": o.chosen_variant(llm, draft_lora or ())}
+        stream = llm.stream(text, chat=chat, **settings)
+        _write(ui, llm, stream, steps_file, mode_name, show_drafts, logprobs is not None)
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
@@ -125,49 +107,33 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise RequestError(f"the prompt in {prompt_file} is not UTF-8 text", "save it as UTF-8") from error
 
 
-def _traced(llm: LLM, stream: Iterator[GenEvent], trace: Trace, mode: str) -> Iterator[GenEvent]:
-    for event in stream:
-        if event.error:
-            raise SlipstreamError(event.error)
-        trace.record(mode, event, llm.tokenizer)
-        yield event
-
-
-def _print_object(ui: Ui, stream: Iterator[GenEvent], draft: str | None, show_drafts: bool, logprobs: bool) -> None:
-    events = list(stream)
-    tokens = [token for event in events for token in event.tokens]
-    stats = events[-1].stats or RequestStats()
-    result: dict[str, object] = {
-        "text": "".join(event.text for event in events),
-        "token_ids": [token.id for token in tokens],
-        "finish_reason": events[-1].finish_reason,
-        "draft": draft,
-        "stats": stats.to_json(),
-    }
-    if logprobs:
-        result["logprobs"] = [_logprob(token) for token in tokens]
-    if show_drafts:
-        result["steps"] = [event.step.to_json() for event in events if event.step]
-    ui.print_json(result)
-
-
-def _logprob(token: TokenOut) -> dict[str, object]:
-    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top_logprobs]
-    return {"token_id": token.id, "logprob": token.logprob, "top_logprobs": top}
-
-
-def _print_stream(ui: Ui, llm: LLM, stream: Iterator[GenEvent], show_drafts: bool) -> None:
-    steps: list[StepRecord] = []
+def _write(
+    ui: Ui, llm: LLM, stream: Iterator[GenEvent], trace: Trace, mode: str, show_drafts: bool, logprobs: bool
+) -> None:
+    answer = Answer()
     try:
-        for event in stream:
+        for event in answer.follow(stream):
+            trace.record(mode, event, llm.tokenizer)
             ui.write(event.text)
-            if event.step:
-                steps.append(event.step)
-            if event.finish_reason and event.stats:
-                ui.write("\n")
-                if show_drafts:
-                    show_steps(ui, llm, steps, event.stats)
-                ui.note(footer(event.stats))
     except KeyboardInterrupt:
         ui.write("\n")
         raise
+    if ui.json_output:
+        result = answer.to_json(draft=None if mode == "plain" else llm.draft_label)
+        if logprobs:
+            result["logprobs"] = [
+                {
+                    "token_id": token.id,
+                    "logprob": token.logprob,
+                    "top_logprobs": [{"token_id": other, "logprob": logprob} for other, logprob in token.top_logprobs],
+                }
+                for token in answer.tokens
+            ]
+        if show_drafts:
+            result["steps"] = [step.to_json() for step in answer.steps]
+        ui.print_json(result)
+        return
+    ui.write("\n")
+    if show_drafts:
+        show_steps(ui, llm, answer.steps, answer.stats)
+    ui.note(footer(answer.stats))

@@ -28,16 +28,8 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
-app.command("generate")(generate.command)
-app.command("chat")(chat.command)
-app.command("serve")(serve.command)
-app.command("smoke")(smoke.command)
-app.command("bench")(bench.command)
-app.command("inspect")(inspect.command)
-app.command("convert")(convert.command)
-app.command("quantize")(quantize.command)
-app.command("compare")(compare.command)
-app.command("demo")(demo.command)
+for verb in (generate, chat, serve, smoke, bench, inspect, convert, quantize, compare, demo):
+    app.command(verb.__name__.rpartition(".")[2])(verb.command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -57,11 +49,6 @@ def main(
         typer.echo(context.get_help())
 
 
-def _complain(message: str) -> None:
-    with suppress(OSError):  # if stderr cannot be written, there is nowhere else to report it
-        print(f"slipstream: {' '.join(message.split())}", file=sys.stderr)
-
-
 def run() -> None:
     """Runs the command line and exits with 0, with 2 and one sentence about what is wrong, or with 130 if interrupted.
 
@@ -79,7 +66,8 @@ def run() -> None:
         explained = _explain(error)
         if explained is None:
             raise
-        _complain(explained)
+        with suppress(OSError):  # if stderr cannot be written, there is nowhere else to report it
+            print(f"slipstream: {' '.join(explained.split())}", file=sys.stderr)
         code = BAD_INPUT
     for stream in (sys.stdout, sys.stderr):
         _settle(stream)

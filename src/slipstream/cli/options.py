@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,78 +17,50 @@ from slipstream.types import BASE_VARIANT, Gate, Mode, Request
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-_MODEL, _SAMPLING, _SPECULATION = "Model", "Sampling", "Speculation"
+_model, _sampling, _speculation = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Model", "Sampling", "Speculation")
+)
 
-Target = Annotated[
-    str,
-    typer.Option(help="The target model: a short name, a folder, a .gguf file or a hub id.", rich_help_panel=_MODEL),
-]
+Target = Annotated[str, _model(help="The target model: a short name, a folder, a .gguf file or a hub id.")]
 Draft = Annotated[
     str,
-    typer.Option(
+    _model(
         help="The drafter, named like --target; 'auto' is the pair's own, 'suffix' drafts from the text alone, 'none' "
-        "drafts nothing.",
-        rich_help_panel=_MODEL,
+        "drafts nothing."
     ),
 ]
-Dtype = Annotated[
-    WeightFormat,
-    typer.Option("--dtype", help="The weight format; 'auto' measures and takes the fastest.", rich_help_panel=_MODEL),
-]
-DeviceName = Annotated[
-    Device,
-    typer.Option("--device", help="The device to run on; 'auto' takes a GPU if there is one.", rich_help_panel=_MODEL),
-]
+Dtype = Annotated[WeightFormat, _model("--dtype", help="The weight format; 'auto' measures and takes the fastest.")]
+DeviceName = Annotated[Device, _model("--device", help="The device to run on; 'auto' takes a GPU if there is one.")]
 KernelChoice = Annotated[
     Kernels,
-    typer.Option(
+    _model(
         "--kernels",
-        rich_help_panel=_MODEL,
         help="Which kernels a GPU runs: Triton's, or plain torch operations, which are slow and serve for comparison.",
     ),
 ]
 NoGraphs = Annotated[
-    bool,
-    typer.Option(
-        "--no-graphs",
-        help="On a GPU, launch every kernel by itself instead of replaying captured graphs.",
-        rich_help_panel=_MODEL,
-    ),
+    bool, _model("--no-graphs", help="On a GPU, launch every kernel by itself instead of replaying captured graphs.")
 ]
 Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        rich_help_panel=_MODEL,
-        help="On a GPU, keep batches so small that speculative text equals plain text to the bit.",
-    ),
+    bool, _model("--exact", help="On a GPU, keep batches so small that speculative text equals plain text to the bit.")
 ]
-Threads = Annotated[int, typer.Option(help="CPU threads; 0 uses every core it may use.", rich_help_panel=_MODEL)]
-MaxContext = Annotated[
-    int, typer.Option(help="Tokens that one sequence may hold; 0 is what the target allows.", rich_help_panel=_MODEL)
-]
+Threads = Annotated[int, _model(help="CPU threads; 0 uses every core it may use.")]
+MaxContext = Annotated[int, _model(help="Tokens that one sequence may hold; 0 is what the target allows.")]
 DraftWindow = Annotated[
-    int | None,
-    typer.Option(
-        help="Context tokens that the drafter sees; 0 shows it all.",
-        show_default="the drafter's own",
-        rich_help_panel=_MODEL,
-    ),
+    int | None, _model(help="Context tokens that the drafter sees; 0 shows it all.", show_default="the drafter's own")
 ]
 NoTextDrafts = Annotated[
     bool,
-    typer.Option(
+    _model(
         "--no-text-drafts",
         help="Do not draft from the text itself: auto uses only the drafter, and tree:ROWS:text is refused.",
-        rich_help_panel=_MODEL,
     ),
 ]
 DraftLora = Annotated[
     list[str] | None,
-    typer.Option(
+    _model(
         "--draft-lora",
         metavar="[NAME=]PATH[@SCALE]",
-        rich_help_panel=_MODEL,
         help="A LoRA adapter for the drafter; repeatable. The last one drafts; 'base' is the drafter without any.",
     ),
 ]
@@ -95,10 +68,9 @@ JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON on stdout a
 MaxTokens = Annotated[int, typer.Option(help="The most tokens to write.")]
 ModeName = Annotated[
     str | None,
-    typer.Option(
+    _speculation(
         "--mode",
         metavar="NAME",
-        rich_help_panel=_SPECULATION,
         show_default="auto if anything drafts, else plain",
         help="plain, chain, chain:ROWS, tree:ROWS, tree:ROWS:seed (begins with the likeliest chain), "
         "tree:ROWS:text (with drafts from the text itself) or auto.",
@@ -106,10 +78,9 @@ ModeName = Annotated[
 ]
 GateName = Annotated[
     str | None,
-    typer.Option(
+    _speculation(
         "--gate",
         metavar="NAME",
-        rich_help_panel=_SPECULATION,
         show_default="auto in mode auto, else off",
         help="The rule that ends speculation: entropy, ema, auto or off; KIND:name=value,... sets thresholds. "
         "With one other than auto, the default of --mode is chain.",
@@ -117,48 +88,31 @@ GateName = Annotated[
 ]
 Confidence = Annotated[
     float | None,
-    typer.Option(
+    _speculation(
         "--confidence",
         metavar="X",
-        rich_help_panel=_SPECULATION,
         show_default="0, off",
         help="Draft only up to the first token that the drafter's confidence head trusts less than this.",
     ),
 ]
 ShowDrafts = Annotated[
     bool,
-    typer.Option(
+    _speculation(
         "--show-drafts",
-        rich_help_panel=_SPECULATION,
         help="Draw the drafts of each step and which of them were kept, on stderr; with --json, list the steps.",
     ),
 ]
 TraceFile = Annotated[
-    str | None,
-    typer.Option(
-        "--trace", metavar="FILE", rich_help_panel=_SPECULATION, help="Write one JSON line per decoding step."
-    ),
+    str | None, _speculation("--trace", metavar="FILE", help="Write one JSON line per decoding step.")
 ]
-Temperature = Annotated[
-    float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.", rich_help_panel=_SAMPLING)
-]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text.", rich_help_panel=_SAMPLING)]
-TopK = Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[
-    float, typer.Option(help="Keep the likeliest tokens up to this total probability.", rich_help_panel=_SAMPLING)
-]
-MinP = Annotated[
-    float, typer.Option(help="Keep tokens at least this likely relative to the best one.", rich_help_panel=_SAMPLING)
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1 it makes used tokens less likely; 1 is off.", rich_help_panel=_SAMPLING)
-]
-PresencePenalty = Annotated[
-    float, typer.Option(help="Subtracted from a token's logit once the token was used.", rich_help_panel=_SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option(help="Subtracted from a token's logit for every use of it.", rich_help_panel=_SAMPLING)
-]
+Temperature = Annotated[float, _sampling(help="Sampling temperature; 0 always takes the likeliest token.")]
+Seed = Annotated[int, _sampling(help="The same seed gives the same text.")]
+TopK = Annotated[int, _sampling(help="Keep the K likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float, _sampling(help="Keep the likeliest tokens up to this total probability.")]
+MinP = Annotated[float, _sampling(help="Keep tokens at least this likely relative to the best one.")]
+RepetitionPenalty = Annotated[float, _sampling(help="Above 1 it makes used tokens less likely; 1 is off.")]
+PresencePenalty = Annotated[float, _sampling(help="Subtracted from a token's logit once the token was used.")]
+FrequencyPenalty = Annotated[float, _sampling(help="Subtracted from a token's logit for every use of it.")]
 
 
 def engine_config(
@@ -170,6 +124,7 @@ def engine_config(
     kernels: Kernels = "triton",
     no_graphs: bool = False,
     exact: bool = False,
+    no_text_drafts: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         weight_format=dtype,
@@ -180,13 +135,14 @@ def engine_config(
         kernels=kernels,
         graphs=not no_graphs,
         exact=exact,
+        text_drafts=not no_text_drafts,
     )
 
 
 def refuse_beside(chosen: str, others: Mapping[str, bool]) -> None:
-    """Refuses the first of the other options that was given, before a model is loaded in vain."""
+    """Refuses the first other option that was given, before a model is loaded in vain."""
     for option, given in others.items():
-        if given:
+        if given and option != chosen:
             raise RequestError(f"{option} does not go with {chosen}", "leave one of them out")
 
 
@@ -196,9 +152,13 @@ def load(ui: Ui, target: str, draft: str, config: EngineConfig, draft_lora: Sequ
         # The engine imports torch, which takes seconds; `--help` and refused options must not wait for it.
         from slipstream.engine.llm import LLM
 
-        adapters = [source for source in draft_lora if source != BASE_VARIANT]
-        pair = target, None if draft == "none" else draft
-        llm = LLM(*pair, draft_lora=adapters, config=config, progress=progress)
+        llm = LLM(
+            target,
+            None if draft == "none" else draft,
+            draft_lora=[source for source in draft_lora if source != BASE_VARIANT],
+            config=config,
+            progress=progress,
+        )
     if not llm.compiled:
         ui.note(f"Running on {llm.kernels}.")
     return llm
@@ -233,11 +193,12 @@ class SpeculationOptions:
 
     def settings(self) -> dict[str, object]:
         """The settings of a request, without those that are left to the engine."""
-        said = {"mode": self.mode, "gate": self.gate}
-        settings: dict[str, object] = {name: str(value) for name, value in said.items() if value is not None}
-        if self.min_confidence is not None:
-            settings["min_confidence"] = self.min_confidence
-        return settings
+        given = {
+            "mode": self.mode and str(self.mode),
+            "gate": self.gate and str(self.gate),
+            "min_confidence": self.min_confidence,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def speculation(

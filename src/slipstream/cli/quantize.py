@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli import options as o
-from slipstream.cli.ui import Ui, columns_table, size
+from slipstream.cli.ui import Ui, size
 from slipstream.tools.quantize_recipes import RecipeName
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def command(
 def draw(ui: Ui, report: QuantizeReport, tensors: bool) -> None:
     if tensors:
         heads = ["name", "shape", "type", "size", "RMS error", "largest"]
-        ui.table("Tensors", columns_table(heads, [_row(tensor) for tensor in report.tensors]))
+        ui.table("Tensors", heads, map(_row, report.tensors))
     before, after = report.source.stat().st_size, report.out.stat().st_size
     ui.line(f"{report.out}: {size(after)}, was {size(before)} ({after / before:.0%})")
     ui.line(f"{report.share:.1%} of the weights in matrices have the type {report.recipe} asks for")

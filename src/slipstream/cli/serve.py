@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,7 @@ import typer
 
 from slipstream.cli import options as o
 from slipstream.cli.ui import Ui
-from slipstream.config import Device, EngineConfig, Kernels, WeightFormat
+from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from slipstream.server.serving.model_files import ModelSpec
     from slipstream.server.serving.router import ModelRouter
 
-_LISTENING, _LIMITS, _MODELS, _RECORDS = "Listening", "Limits", "Model", "Records"
+_listening, _limits, _model, _records = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Listening", "Limits", "Model", "Records")
+)
 _DEFAULT_MODEL = "smollm2"
 # Requests that may wait. Each waiting request holds its prompt in memory; a client that gets 429 tries again later.
 _DEFAULT_QUEUE = 256
@@ -33,170 +37,96 @@ ModelName = Annotated[
     str | None,
     typer.Argument(help="The model: a short name, a folder, a .gguf file or a hub id.", show_default=_DEFAULT_MODEL),
 ]
-ModelsFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Serve the models of a TOML or YAML file instead.", rich_help_panel=_MODELS),
-]
+ModelsFile = Annotated[Path | None, _model(metavar="FILE", help="Serve the models of a TOML or YAML file instead.")]
 Drafter = Annotated[
     str | None,
-    typer.Option(
+    _model(
         help="The drafter, named like MODEL; also 'auto', 'suffix' (drafts from the text alone) or 'none'.",
         show_default="auto",
-        rich_help_panel=_MODELS,
     ),
 ]
 DraftLora = Annotated[
     list[str] | None,
-    typer.Option(
+    _model(
         metavar="[NAME=]PATH[@SCALE]",
-        rich_help_panel=_MODELS,
         help="A LoRA adapter as a variant of the drafter; repeatable. Requests name it in the field draft_lora.",
     ),
 ]
 DraftLoraFolder = Annotated[
     Path | None,
-    typer.Option(
+    _model(
         metavar="FOLDER",
         show_default="nowhere",
-        rich_help_panel=_MODELS,
         help="Let clients add adapters from this folder, and remove draft variants, while the server runs.",
     ),
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(
+    _model(
         metavar="SIZE",
         show_default="what is free",
-        rich_help_panel=_MODELS,
         help="Memory for all models together, such as 4G; the least recently used model is unloaded to make room.",
     ),
 ]
 Idle = Annotated[
     float | None,
-    typer.Option(
+    _model(
         metavar="SECONDS",
         show_default="never",
-        rich_help_panel=_MODELS,
         help="Unload a model after this time without requests; the next request loads it again.",
     ),
 ]
-MaxSequences = Annotated[
-    int | None, typer.Option(help="Requests that run at the same time.", show_default="8", rich_help_panel=_LIMITS)
-]
+MaxSequences = Annotated[int | None, _limits(help="Requests that run at the same time.", show_default="8")]
 MaxQueue = Annotated[
     int | None,
-    typer.Option(
-        help="Requests that may wait; the server answers further ones with 429.",
-        show_default=str(_DEFAULT_QUEUE),
-        rich_help_panel=_LIMITS,
-    ),
+    _limits(help="Requests that may wait; the server answers further ones with 429.", show_default=str(_DEFAULT_QUEUE)),
 ]
-MaxBody = Annotated[
-    str, typer.Option(metavar="SIZE", help="The largest request body that is accepted.", rich_help_panel=_LIMITS)
-]
+MaxBody = Annotated[str, _limits(metavar="SIZE", help="The largest request body that is accepted.")]
 Timeout = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS", help="The longest a request may take.", show_default="no limit", rich_help_panel=_LIMITS
-    ),
+    float | None, _limits(metavar="SECONDS", help="The longest a request may take.", show_default="no limit")
 ]
-Grace = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", help="How long running requests may go on after SIGTERM.", rich_help_panel=_LIMITS),
-]
-Host = Annotated[str, typer.Option(help="The address to listen on.", rich_help_panel=_LISTENING)]
-Port = Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", rich_help_panel=_LISTENING)]
+Grace = Annotated[float, _limits(metavar="SECONDS", help="How long running requests may go on after SIGTERM.")]
+Host = Annotated[str, _listening(help="The address to listen on.")]
+Port = Annotated[int, _listening(help="The port to listen on; 0 takes a free one.")]
 ApiKeys = Annotated[
     list[str] | None,
-    typer.Option(
+    _listening(
         metavar="KEY",
-        rich_help_panel=_LISTENING,
         help="Require this key; repeatable. SLIPSTREAM_API_KEY does the same and appears in no process list.",
     ),
 ]
 ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Require one of the keys in this file, one per line.", rich_help_panel=_LISTENING
-    ),
+    Path | None, _listening(metavar="FILE", help="Require one of the keys in this file, one per line.")
 ]
 Cors = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ORIGIN", help="Let web pages of this origin send requests; repeatable.", rich_help_panel=_LISTENING
-    ),
+    list[str] | None, _listening(metavar="ORIGIN", help="Let web pages of this origin send requests; repeatable.")
 ]
 AllowHost = Annotated[
     list[str] | None,
-    typer.Option(
+    _listening(
         metavar="NAME",
-        rich_help_panel=_LISTENING,
         help="Also answer requests for this host name, such as that of a proxy; repeatable. * allows any.",
     ),
 ]
-AllowPriority = Annotated[
-    bool, typer.Option("--allow-priority", help="Let requests ask to run before others.", rich_help_panel=_LIMITS)
-]
-StreamSocket = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="Also serve NDJSON on this Unix socket.", rich_help_panel=_LISTENING)
-]
+AllowPriority = Annotated[bool, _limits("--allow-priority", help="Let requests ask to run before others.")]
+StreamSocket = Annotated[Path | None, _listening(metavar="PATH", help="Also serve NDJSON on this Unix socket.")]
 Record = Annotated[
     Path | None,
-    typer.Option(
+    _records(
         metavar="FOLDER",
-        rich_help_panel=_RECORDS,
         show_default="off",
         help="Write every conversation, with prompts and answers, into this folder.",
     ),
 ]
-LogPrompts = Annotated[
-    bool, typer.Option("--log-prompts", help="Let prompts and answers appear in the log.", rich_help_panel=_RECORDS)
-]
+LogPrompts = Annotated[bool, _records("--log-prompts", help="Let prompts and answers appear in the log.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print start lines and log lines as JSON.")]
 
 
-@dataclass(frozen=True, slots=True)
-class SingleModelOptions:
-    """The options that describe the model of a server of one model; a models file describes several models instead."""
-
-    model: str | None = None
-    draft: str | None = None
-    mode: str | None = None
-    dtype: WeightFormat = "auto"
-    device: Device = "auto"
-    kernels: Kernels = "triton"
-    no_graphs: bool = False
-    exact: bool = False
-    no_text_drafts: bool = False
-    threads: int = 0
-    max_context: int = 0
-    max_sequences: int | None = None
-    max_queue: int | None = None
-    draft_lora: Sequence[str] = ()
-
-    def first_given(self) -> str | None:
-        """The name on the command line of the first option that does not have its default; None without any."""
-        given = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
-        name = next(given, None)
-        return name if name is None else "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-
-    def spec(self) -> ModelSpec:
-        """What the router needs to load the model, which it does at the start."""
-        from slipstream.server.serving.model_files import ModelSpec, served_name
-
-        config = o.engine_config(
-            self.dtype, self.threads, self.max_context, None, self.device, self.kernels, self.no_graphs, self.exact
-        )
-        engine = replace(
-            config,
-            text_drafts=not self.no_text_drafts,
-            max_sequences=EngineConfig().max_sequences if self.max_sequences is None else self.max_sequences,
-            max_waiting=_DEFAULT_QUEUE if self.max_queue is None else self.max_queue,
-        )
-        defaults = {} if self.mode is None else {"mode": str(o.speculation(self.mode).mode)}
-        target, draft = self.model or _DEFAULT_MODEL, self.draft or "auto"
-        lora = tuple(self.draft_lora)
-        return ModelSpec(served_name(target), target, draft, engine, defaults, preload=True, draft_lora=lora)
+# The options that describe the model of a server of one model; a models file describes several models instead.
+_OF_ONE_MODEL = (
+    *("model", "draft", "mode", "dtype", "device", "kernels", "no_graphs", "exact", "no_text_drafts"),
+    *("threads", "max_context", "max_sequences", "max_queue", "draft_lora"),
+)
 
 
 def command(
@@ -235,23 +165,7 @@ def command(
 ) -> None:
     """Serve one or several models until SIGTERM or Ctrl-C; a second one ends running requests at once."""
     from slipstream.server.operations.server_state import ServerSettings, parse_binary_size, read_api_keys
-
-    options = SingleModelOptions(
-        model,
-        draft,
-        mode,
-        dtype,
-        device,
-        kernels,
-        no_graphs,
-        exact,
-        no_text_drafts,
-        threads,
-        max_context,
-        max_sequences,
-        max_queue,
-        tuple(draft_lora or ()),
-    )
+    from slipstream.server.serving.router import ModelRouter
 
     settings = ServerSettings(
         host=host,
@@ -266,19 +180,38 @@ def command(
         log_prompts=log_prompts,
         draft_lora_folder=draft_lora_folder,
     )
-    router = _router(options, models, None if memory is None else parse_binary_size(memory), idle)
+    budget = None if memory is None else parse_binary_size(memory)
+    if models is not None:
+        _refuse_beside_models_file(models, locals())  # which hold this verb's options by their names
+        router = ModelRouter.from_file(models, memory_budget=budget, idle_s=idle)
+    else:
+        config = o.engine_config(dtype, threads, max_context, None, device, kernels, no_graphs, exact, no_text_drafts)
+        sequences = config.max_sequences if max_sequences is None else max_sequences
+        waiting = _DEFAULT_QUEUE if max_queue is None else max_queue
+        config = replace(config, max_sequences=sequences, max_waiting=waiting)
+        spec = single_model(model or _DEFAULT_MODEL, draft or "auto", mode, config, draft_lora or ())
+        router = ModelRouter([spec], memory_budget=budget, idle_s=idle or 0.0)
     _serve(Ui(json_output), settings, router, must_load=models is None, record=record, stream_socket=stream_socket)
 
 
-def _router(options: SingleModelOptions, models: Path | None, budget: int | None, idle: float | None) -> ModelRouter:
-    from slipstream.server.serving.router import ModelRouter
+def single_model(
+    target: str, draft: str, mode: str | None, engine: EngineConfig, draft_lora: Sequence[str] = ()
+) -> ModelSpec:
+    """What the router needs to load the model of a server of one model, which it does at the start."""
+    from slipstream.server.serving.model_files import ModelSpec, served_name
 
-    if models is None:
-        return ModelRouter([options.spec()], memory_budget=budget, idle_s=idle or 0.0)
-    misplaced = options.first_given()
-    if misplaced is not None:
-        raise ConfigError(f"{misplaced} is for a server of one model", f"set it for the model in {models}")
-    return ModelRouter.from_file(models, memory_budget=budget, idle_s=idle)
+    defaults = {} if mode is None else {"mode": str(o.speculation(mode).mode)}
+    lora = tuple(draft_lora)
+    return ModelSpec(served_name(target), target, draft, engine, defaults, preload=True, draft_lora=lora)
+
+
+def _refuse_beside_models_file(models: Path, options: Mapping[str, object]) -> None:
+    """Refuses the first option of one model that does not have its default."""
+    defaults = signature(command).parameters
+    for name in _OF_ONE_MODEL:
+        if options[name] not in (defaults[name].default, []):
+            shown = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{shown} is for a server of one model", f"set it for the model in {models}")
 
 
 def _serve(

@@ -5,23 +5,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from slipstream.cli.options import JsonOutput
 from slipstream.cli.ui import Ui
 from slipstream.errors import RequestError
 
 if TYPE_CHECKING:
-    from slipstream.tools.server_checks import CheckResult, ServerReport
+    from slipstream.tools.server_checks import ServerReport
 
 FAILED = 1  # exit code when a check failed
 NOTHING_REACHABLE = 2  # exit code when no server answered
-_MARKS = {"pass": "[green]pass[/]", "fail": "[bold red]FAIL[/]", "skip": "[dim]skip[/]"}
+_MARKS = {"pass": Text("pass", "green"), "fail": Text("FAIL", "bold red"), "skip": Text("skip", "dim")}
 
 
 def command(
@@ -61,10 +61,14 @@ def command(
 def draw(ui: Ui, reports: Sequence[ServerReport]) -> None:
     """Draws one server's checks with their sentences; several servers as columns, then what did not pass in words."""
     reached = [report for report in reports if not report.unreachable]
+    titles = [f"{report.url}, {report.model}" if report.model else report.url for report in reached]
     if len(reached) == 1:
-        ui.table(_title(reached[0]), _one_server(reached[0].checks))
+        rows = [(check.name, _MARKS[check.verdict], check.sentence) for check in reached[0].checks]
+        ui.table(titles[0], ("check", "", "seen"), rows, numbers=False)
     elif reached:
-        ui.table("Checks", _side_by_side(reached))
+        by_check = zip(*[report.checks for report in reached], strict=True)
+        marks = [(row[0].name, *[_MARKS[check.verdict] for check in row]) for row in by_check]
+        ui.table("Checks", ("check", *titles), marks, numbers=False)
         for report in reached:
             for check in report.checks:
                 if check.verdict != "pass":
@@ -73,33 +77,5 @@ def draw(ui: Ui, reports: Sequence[ServerReport]) -> None:
         if report.unreachable:
             ui.warn(f"Skipped: {report.unreachable}.")
     if reached:
-        ui.line(_summary(reached))
-
-
-def _title(report: ServerReport) -> str:
-    return f"{report.url}, {report.model}" if report.model else report.url
-
-
-def _one_server(checks: Sequence[CheckResult]) -> Table:
-    table = Table()
-    for head in ("check", "", "seen"):
-        table.add_column(head, overflow="fold")
-    for check in checks:
-        table.add_row(escape(check.name), _MARKS[check.verdict], escape(check.sentence))
-    return table
-
-
-def _side_by_side(reports: Sequence[ServerReport]) -> Table:
-    table = Table()
-    table.add_column("check", overflow="fold")
-    for report in reports:
-        table.add_column(escape(_title(report)), overflow="fold")
-    for row in zip(*[report.checks for report in reports], strict=True):
-        table.add_row(escape(row[0].name), *[_MARKS[check.verdict] for check in row])
-    return table
-
-
-def _summary(reports: Sequence[ServerReport]) -> str:
-    checks = [check for report in reports for check in report.checks]
-    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in _MARKS}
-    return f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped"
+        counts = Counter(check.verdict for report in reached for check in report.checks)
+        ui.line(f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped")

@@ -5,11 +5,12 @@ Results go to stdout and everything else to stderr; progress bars are drawn only
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,22 +18,20 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.stats import PolicyStats, RequestStats
+from slipstream.types import Progress as LoadProgress
 from slipstream.types import TokenOut
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-LoadProgress = Callable[[str, int, int], None]
 Span = tuple[str, Literal["accepted", "rejected", "bonus", "note"]]  # a piece of a drawn step, and its role
 DRAFTED_STYLE = "cyan"
 _SPAN_STYLES = {"accepted": "bold cyan", "rejected": "dim", "bonus": "bold", "note": ""}
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉"
+_FACT_WIDTH = 100  # characters of a value; longer ones, such as a tokenizer's lists, would fill the screen
 _BAR_CHARACTERS = 40  # Width of the longest bar; names and remarks beside wider bars would not fit into 80 columns.
 
 
 class Ui:
-    """The two output streams of one command; with `json_output` only `print_json` writes to stdout."""
+    """The two output streams of one command; with `json_output` only `print_json` may write to stdout."""
 
     def __init__(self, json_output: bool = False) -> None:
         self.json_output = json_output
@@ -45,12 +44,19 @@ class Ui:
 
     def write(self, text: str, style: str | None = None) -> None:
         """Writes a piece of text without a line end, markup or wrapping."""
+        if self.json_output:
+            return
         self.out.out(text, style=style, end="", highlight=False)
         self.out.file.flush()
 
     def line(self, text: str = "") -> None:
         """Prints one line of a result on stdout."""
         self.out.print(escape(text))
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Prints each text that is not empty on a line of its own."""
+        for text in filter(None, texts):
+            self.line(text)
 
     def note(self, text: str) -> None:
         """Prints a remark on stderr."""
@@ -63,7 +69,28 @@ class Ui:
         """Prints one line of a drawing on stderr."""
         self.err.print(Text.assemble(*[(text, _SPAN_STYLES[role]) for text, role in spans]))
 
-    def table(self, title: str, table: Table) -> None:
+    def table(
+        self, title: str, heads: Sequence[str], rows: Iterable[Sequence[str | Text]], numbers: bool = True
+    ) -> None:
+        """Prints a table whose first column names the row and whose other columns hold numbers, or else words."""
+        table = Table()
+        for index, head in enumerate(heads):
+            table.add_column(escape(head), justify="right" if index and numbers else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*[escape(cell) if isinstance(cell, str) else cell for cell in row])
+        self._print_table(title, table)
+
+    def facts(self, title: str, rows: Mapping[str, object]) -> None:
+        """Prints keys and values; long values are cut."""
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="cyan")
+        table.add_column(overflow="fold")
+        for key, value in rows.items():
+            text = str(value).replace("\n", "\\n")
+            table.add_row(escape(key), escape(text if len(text) <= _FACT_WIDTH else f"{text[: _FACT_WIDTH - 1]}…"))
+        self._print_table(title, table)
+
+    def _print_table(self, title: str, table: Table) -> None:
         # The title is printed apart, because a rich table breaks its own title at the width of the table.
         self.out.print(escape(title), style="bold")
         self.out.print(table, soft_wrap=False)
@@ -74,38 +101,31 @@ class Ui:
         if not self.err.is_terminal:
             yield None
             return
-        tasks: dict[str, object] = {}
-        with _progress(self.err) as progress:
+        from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+        tasks: dict[str, TaskID] = {}
+        with Progress(*columns, console=self.err, transient=True) as progress:
 
             def report(label: str, done: int, total: int) -> None:
                 if label not in tasks:
                     tasks[label] = progress.add_task(escape(label), total=total or None)
-                progress.update(tasks[label], completed=done, total=total or None)  # type: ignore[arg-type]
+                progress.update(tasks[label], completed=done, total=total or None)
 
             yield report
 
     @contextmanager
     def counting(self, label: str, total: int) -> Iterator[Callable[[], None]]:
         """Draws a bar over `total` pieces of work; each call of the yielded function advances it by one."""
-        if not self.err.is_terminal:
-            yield lambda: None
-            return
-        with _progress(self.err) as progress:
-            task = progress.add_task(escape(label), total=total)
-            yield lambda: progress.advance(task)
+        with self.loading() as report:
+            counted = itertools.count()
 
+            def advance() -> None:
+                if report is not None:
+                    report(label, next(counted), total)
 
-def _progress(console: Console) -> Progress:
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
+            advance()
+            yield advance
 
 
 def footer(stats: RequestStats, plain_speed: float = 0.0) -> str:
@@ -156,27 +176,6 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def key_value_table(rows: Mapping[str, object], width: int = 100) -> Table:
-    """A table of keys and values; values longer than `width` characters are cut."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="cyan")
-    table.add_column(overflow="fold")
-    for key, value in rows.items():
-        text = str(value).replace("\n", "\\n")
-        table.add_row(escape(key), escape(text if len(text) <= width else f"{text[: width - 1]}…"))
-    return table
-
-
-def columns_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column names the row and whose other columns hold numbers."""
-    table = Table()
-    for index, head in enumerate(heads):
-        table.add_column(escape(head), justify="right" if index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*[escape(cell) for cell in row])
-    return table
-
-
 class DraftTint:
     """Splits the engine's text into spans that were drafted and spans that were not, so that they can be coloured.
 
@@ -191,12 +190,11 @@ class DraftTint:
     def spans(self, tokens: Sequence[TokenOut], texts: Sequence[str], text: str) -> Iterator[tuple[str, bool]]:
         for token, own in zip(tokens, texts, strict=True):
             self._origins.extend([token.drafted] * len(own))
-        start = 0
-        for end in range(1, len(text) + 1):
-            origin = self._origins.popleft() if self._origins else self._last
-            if origin != self._last and end - 1 > start:
-                yield text[start : end - 1], self._last
-                start = end - 1
-            self._last = origin
-        if text[start:]:
-            yield text[start:], self._last
+        for drafted, characters in itertools.groupby(text, lambda _: self._next_origin()):
+            yield "".join(characters), drafted
+
+    def _next_origin(self) -> bool:
+        """Whether the next character was drafted; characters beyond the tokens' own are like the last one."""
+        if self._origins:
+            self._last = self._origins.popleft()
+        return self._last
