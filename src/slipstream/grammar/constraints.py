@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.errors import RequestError
 from slipstream.grammar.guide import Budget, Guide, Vocabulary
 from slipstream.grammar.mask_lane import Lane, MaskProcess
+from slipstream.grammar.notations import CALL_CLOSE, CALL_OPEN
 from slipstream.isolation import MIB, Helper, Limits, OverrunError
 from slipstream.types import Constraint, Thinking
 
@@ -28,7 +29,7 @@ REMEMBERED = 4096  # constraints that passed their trial, kept as hashes; at thi
 # cache, so trials without a pause make running requests twice as slow.
 _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, wait_s=3.0, rest=1.0)
 # These tags are written as text in a grammar, even if the tokenizer has them as special tokens.
-_TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+_TAGS = frozenset({"<think>", "</think>", CALL_OPEN, CALL_CLOSE})
 _TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"  # models write this between the end of their reasoning and the answer
 _NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}  # the words of error messages

@@ -11,8 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.grammar.notations import CALL_CLOSE, CALL_OPEN
+
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = " \t\r\n"
 # The parts of a call before its arguments, in order; None stands for the function's name.
 _HEADER = ("{", '"name"', ":", None, ",", '"arguments"', ":")

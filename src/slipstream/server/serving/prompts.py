@@ -13,8 +13,9 @@ from typing import Any
 from slipstream.engine.llm import LLM
 from slipstream.errors import RequestError
 from slipstream.grammar import notations as grammars
+from slipstream.grammar.notations import CALL_CLOSE, CALL_OPEN
 from slipstream.server.serving.jobs import Job, JsonObject, OutputFormat, Tool, ToolChoice
-from slipstream.server.serving.parsing import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from slipstream.server.serving.parsing import THINK_CLOSE, THINK_OPEN
 from slipstream.text.chat_template import render
 from slipstream.text.tokenizer import Tokenizer, TooLongError
 from slipstream.types import Constraint
