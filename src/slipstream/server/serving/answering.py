@@ -110,7 +110,7 @@ def report(state: ServerState, api: str, job: Job, generation: Generation) -> No
     It must run in a task of the HTTP request, because the request's log line is a context variable of that task.
     """
     answer = generation.answer
-    state.metrics.answered(answer, answer.model, api)
+    state.metrics.answered(answer, api)
     if generation.promise is not None:
         state.metrics.canaries.observe(
             answer.model, generation.promise, generation.request, answer.stats, job.prompt_class
