@@ -11,9 +11,9 @@ import json
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -134,8 +134,7 @@ def desk(*vocabulary: Any) -> Work:
 
 class Desk:
     def __init__(self, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._grammars: OrderedDict[tuple[Any, ...], LLMatcher] = OrderedDict()
+        self._start_of = lru_cache(_REMEMBERED_GRAMMARS)(partial(_compiled, tokenizer))
         self._places: dict[int, _Place] = {}
 
     def mask(
@@ -150,7 +149,7 @@ class Desk:
             self._places.pop(gone, None)
         try:
             if opening is not None:
-                self._places[number] = _Place(self._compiled(tuple(opening)).deep_copy())
+                self._places[number] = _Place(self._start_of(*opening).deep_copy())
                 self._places[number].write(tokens)
                 tokens = []
             place = self._places.get(number)
@@ -164,14 +163,6 @@ class Desk:
             self._places.pop(number, None)
             raise _refusal(str(error)) from None
         return [base64.b64encode(bits).decode(), stopped, time.process_time() - began]
-
-    def _compiled(self, key: tuple[Any, ...]) -> LLMatcher:
-        if key not in self._grammars:
-            self._grammars[key] = _compiled(self._tokenizer, *key)
-        self._grammars.move_to_end(key)
-        if len(self._grammars) > _REMEMBERED_GRAMMARS:
-            self._grammars.popitem(last=False)
-        return self._grammars[key]
 
 
 class _Place:
