@@ -224,7 +224,7 @@ def test_the_board_says_it_once_and_again_only_after_a_recovery(caplog: pytest.L
             board.observe("pair", PROMISE, ASKED, chains(50, 15, chance * quality, seed))
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
     assert "does not keep its promise" in caplog.records[0].getMessage()
-    assert board.warnings() == {"pair": 2}
+    assert board.warnings == {"pair": 2}
     board.observe("pair", PROMISE, replace(ASKED, sampling=SamplingParams(temperature=2.0)), chains(9000, 15, chance))
     assert board.reports()["pair"].state == "warning", "a request that is not judged must change nothing"
 

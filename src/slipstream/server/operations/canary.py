@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.stats import RequestStats
@@ -74,13 +74,7 @@ class CanaryReport:
     reason: str = ""
 
     def to_json(self) -> dict[str, object]:
-        rounded = {name: getattr(self, name) for name in ("ratio", "live_tau", "due_tau")}
-        return {
-            "state": self.state,
-            **{name: None if v is None else round(v, 4) for name, v in rounded.items()},
-            "drafted_steps": self.drafted_steps,
-            "reason": self.reason,
-        }
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(self).items()}
 
 
 class Canary:
@@ -156,12 +150,14 @@ class Canary:
 
 
 class CanaryBoard:
-    """The canaries of all models of a server; it writes to the log when a canary begins or ceases to warn."""
+    """The canaries of all models of a server; it writes to the log when a canary begins or ceases to warn.
+
+    Only the event loop's thread may use it.
+    """
 
     def __init__(self) -> None:
+        self.warnings: Counter[str] = Counter()  # how many times the canary of each model began to warn
         self._canaries: dict[str, Canary] = {}
-        self._warned: dict[str, int] = {}
-        self._lock = threading.Lock()
 
     def observe(
         self, model: str, promise: Promise, request: Request, stats: RequestStats, prompt_class: str | None = None
@@ -169,21 +165,15 @@ class CanaryBoard:
         """Takes in a finished request of a model; a new promise under the same name starts a new canary."""
         if not is_telling(request):
             return
-        with self._lock:
-            canary = self._canaries.get(model)
-            if canary is None or canary.promise != promise:
-                canary = self._canaries[model] = Canary(promise)
-            before = canary.report()
-            canary.observe(stats, prompt_class, sampled=not request.sampling.greedy)
-            after = canary.report()
-            if after.state == "warning" and before.state != "warning":
-                self._warned[model] = self._warned.get(model, 0) + 1
-        self._say(model, before, after)
-
-    @staticmethod
-    def _say(model: str, before: CanaryReport, after: CanaryReport) -> None:
+        canary = self._canaries.get(model)
+        if canary is None or canary.promise != promise:
+            canary = self._canaries[model] = Canary(promise)
+        before = canary.report()
+        canary.observe(stats, prompt_class, sampled=not request.sampling.greedy)
+        after = canary.report()
         fields = {"event": "canary", "model": model, **after.to_json()}
         if after.state == "warning" and before.state != "warning":
+            self.warnings[model] += 1
             log.warning(
                 "the drafter of %s does not keep its promise: %s (was it made for this target and this chat template, "
                 "and is its file whole?)",
@@ -195,13 +185,7 @@ class CanaryBoard:
             log.info("the drafter of %s keeps its promise again", model, extra={"fields": fields})
 
     def reports(self) -> dict[str, CanaryReport]:
-        with self._lock:
-            return {name: canary.report() for name, canary in self._canaries.items()}
-
-    def warnings(self) -> dict[str, int]:
-        """How many times the canary of each model began to warn."""
-        with self._lock:
-            return dict(self._warned)
+        return {name: canary.report() for name, canary in self._canaries.items()}
 
 
 def is_telling(request: Request) -> bool:

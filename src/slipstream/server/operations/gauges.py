@@ -49,7 +49,7 @@ class Gauges(Collector):
             "canary_warnings",
             "How often a model began to stay below its promise",
             ["model"],
-            (([name], count) for name, count in self._canaries.warnings().items()),
+            (([name], count) for name, count in self._canaries.warnings.items()),
             CounterMetricFamily,
         )
 
