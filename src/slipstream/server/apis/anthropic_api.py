@@ -55,11 +55,11 @@ async def _count(state: ServerState, job: Job) -> int:
 
 
 async def _message(state: ServerState, job: Job) -> dict[str, object]:
-    async with answering(state, job, _API) as running:
-        generation, blocks = running.generation, _Blocks()
+    async with answering(state, job, _API) as generation:
+        blocks = _Blocks()
         async for delta in generation:
             blocks.add(delta)
-        running.raise_failure()
+        generation.raise_failure()
         return {
             **_head(generation),
             "content": blocks.finished(),
@@ -70,8 +70,7 @@ async def _message(state: ServerState, job: Job) -> dict[str, object]:
 
 
 async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
-    async with answering(state, job, _API) as running:
-        generation = running.generation
+    async with answering(state, job, _API) as generation:
         usage = {**_usage(generation), "input_tokens": generation.prompt_tokens}
         start = {**_head(generation), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=start)
@@ -87,7 +86,7 @@ async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
                 open_block = index
             if delta.text:
                 yield _event("content_block_delta", index=index, delta=_block_delta(delta))
-        running.raise_failure()
+        generation.raise_failure()
         if open_block >= 0:
             yield _event("content_block_stop", index=open_block)
         yield _event(

@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from slipstream.grammar.notations import json_schema
 from slipstream.server.apis.extensions import Extensions, allowed_priority
 from slipstream.server.apis.openai_schemas import MAX_STOPS, MAX_TOKENS, Many, Several, Stop, Strict
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.server_state import ServerSettings
-from slipstream.server.serving.jobs import Job, OutputFormat, Tool, ToolChoice
+from slipstream.server.serving.jobs import Job, Tool, ToolChoice
+from slipstream.types import Constraint
 
 # Fields that the API documents and this server does not offer. As null they mean "not given"; clients that send back
 # objects as they got them send such nulls.
@@ -201,9 +203,9 @@ class PromptRequest(Strict):
             return ToolChoice("required", chosen.name)
         return ToolChoice("auto" if chosen.type == "auto" else "required")
 
-    def _format(self) -> OutputFormat | None:
+    def _format(self) -> Constraint | None:
         wanted = self.output_config.format if self.output_config is not None else None
-        return None if wanted is None else OutputFormat("json_schema", wanted.json_schema)
+        return None if wanted is None else json_schema(wanted.json_schema)
 
     def _template_kwargs(self) -> dict[str, object]:
         kwargs: dict[str, object] = dict(self.chat_template_kwargs or {})

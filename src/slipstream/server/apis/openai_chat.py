@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from slipstream.grammar.notations import json_object, json_schema, lark
 from slipstream.server.apis import openai_shared as shared
 from slipstream.server.apis import sse
 from slipstream.server.apis.extensions import allowed_priority
@@ -26,8 +27,9 @@ from slipstream.server.apis.openai_schemas import (
 from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.errors_http import ApiError, refuse
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.answering import Running
-from slipstream.server.serving.jobs import Answer, AnswerDelta, Job, OutputFormat, Tool, ToolChoice
+from slipstream.server.serving.generation import Generation
+from slipstream.server.serving.jobs import Answer, AnswerDelta, Job, Tool, ToolChoice
+from slipstream.types import Constraint
 
 API = "chat"
 
@@ -130,20 +132,20 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
     return ToolChoice(choice or "auto")
 
 
-def _format(body: ChatRequest) -> OutputFormat | None:
+def _format(body: ChatRequest) -> Constraint | None:
     wanted = body.response_format
     if wanted is None or isinstance(wanted, TextFormat):
         return None
     if body.tools and body.tool_choice != "none":
         raise refuse("response_format", "cannot be combined with tools", "set tool_choice to none, or leave one out")
     if isinstance(wanted, SchemaFormat):
-        return OutputFormat("json_schema", schema=wanted.json_schema.json_schema)
+        return json_schema(wanted.json_schema.json_schema)
     if isinstance(wanted, GrammarFormat):
-        return OutputFormat("grammar", grammar=wanted.grammar)
-    return OutputFormat("json_object")
+        return lark(wanted.grammar)
+    return json_object()
 
 
-def _whole(answers: list[Running], body: ChatRequest) -> dict[str, object]:
+def _whole(answers: list[Generation], body: ChatRequest) -> dict[str, object]:
     frame = shared.Frame("chat.completion", "chatcmpl")
     plain = [running.answer for running in answers]
     return frame.body(
@@ -154,7 +156,7 @@ def _whole(answers: list[Running], body: ChatRequest) -> dict[str, object]:
     )
 
 
-def _choice(index: int, running: Running, body: ChatRequest) -> dict[str, object]:
+def _choice(index: int, running: Generation, body: ChatRequest) -> dict[str, object]:
     answer = running.answer
     message: dict[str, object] = {
         "role": "assistant",

@@ -16,7 +16,7 @@ from slipstream.server.apis.openai_schemas import CompletionRequest
 from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.errors_http import refuse
 from slipstream.server.operations.server_state import MAX_CHOICES, ServerState
-from slipstream.server.serving.answering import Running
+from slipstream.server.serving.generation import Generation
 from slipstream.server.serving.jobs import Answer, Job
 from slipstream.text.tokenizer import Tokenizer
 
@@ -71,7 +71,7 @@ def _text(answer: Answer) -> str:
     return answer.reasoning + answer.content
 
 
-def _whole(running: list[Running], jobs: list[Job], body: CompletionRequest) -> dict[str, object]:
+def _whole(running: list[Generation], jobs: list[Job], body: CompletionRequest) -> dict[str, object]:
     choices: list[dict[str, object]] = []
     for index, (one, job) in enumerate(zip(running, jobs, strict=True)):
         logprobs = None

@@ -15,7 +15,8 @@ from slipstream.server.apis.openai_schemas import GenerationRequest
 from slipstream.server.operations import logs
 from slipstream.server.operations.errors_http import refuse
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.answering import Running, answering
+from slipstream.server.serving.answering import answering
+from slipstream.server.serving.generation import Generation
 from slipstream.server.serving.jobs import Answer, AnswerDelta, Job
 from slipstream.stats import RequestStats
 from slipstream.text.tokenizer import Tokenizer
@@ -75,15 +76,14 @@ def _derived(seed: object, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") & MAX_SEED
 
 
-async def answer_all(state: ServerState, jobs: Sequence[Job], api: str) -> list[Running]:
+async def answer_all(state: ServerState, jobs: Sequence[Job], api: str) -> list[Generation]:
     """Runs all jobs together until they end; if one fails, the others are cancelled."""
     return await _together([_answer_one(state, job, api) for job in jobs])
 
 
-async def _answer_one(state: ServerState, job: Job, api: str) -> Running:
+async def _answer_one(state: ServerState, job: Job, api: str) -> Generation:
     async with answering(state, job, api) as running:
-        await running.generation.finish()
-        running.raise_failure()
+        await running.finish()
         return running
 
 
@@ -102,7 +102,7 @@ class News:
     """One thing that happened to a choice: it began (without a delta), it grew, or it is over."""
 
     index: int
-    running: Running
+    running: Generation
     delta: AnswerDelta | None = None
     over: bool = False
 
@@ -132,7 +132,7 @@ async def _stream_one(
     try:
         async with answering(state, job, api) as running:
             queue.put_nowait(News(index, running))
-            async for delta in running.generation:
+            async for delta in running:
                 queue.put_nowait(News(index, running, delta))
             running.raise_failure()
         queue.put_nowait(News(index, running, over=True))

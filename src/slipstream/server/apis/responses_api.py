@@ -15,7 +15,8 @@ from slipstream.server.apis.responses_schemas import ResponsesRequest
 from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.answering import Running, answering
+from slipstream.server.serving.answering import answering
+from slipstream.server.serving.generation import Generation
 from slipstream.server.serving.jobs import AnswerDelta, Job
 
 _API = "responses"
@@ -40,7 +41,7 @@ def routes(state: ServerState) -> APIRouter:
 async def _whole(state: ServerState, job: Job, body: ResponsesRequest) -> dict[str, object]:
     async with answering(state, job, _API) as running:
         response, items = _Response(running, body), _Items(running, body.with_logprobs)
-        async for delta in running.generation:
+        async for delta in running:
             list(items.take(delta))
         list(items.close(last=True))
         running.raise_failure()
@@ -54,7 +55,7 @@ async def _events(
         response, items = _Response(running, body), _Items(running, body.with_logprobs)
         for kind in ("response.created", "response.in_progress"):
             yield numbers.event(kind, {"response": response.in_progress()})
-        async for delta in running.generation:
+        async for delta in running:
             for kind, fields in items.take(delta):
                 yield numbers.event(kind, fields)
         for kind, fields in items.close(last=True):
@@ -82,7 +83,7 @@ class _Numbers:
 class _Response:
     """The response object: the settings of the request as the server understood them, and the result so far."""
 
-    def __init__(self, running: Running, body: ResponsesRequest) -> None:
+    def __init__(self, running: Generation, body: ResponsesRequest) -> None:
         self._running = running
         self._body = body
         self._created_at = int(time.time())
@@ -117,7 +118,7 @@ class _Response:
         }
 
     def _object(self, status: str, output: list[dict[str, Any]], **more: object) -> dict[str, object]:
-        body, request = self._body, self._running.generation.request
+        body, request = self._body, self._running.request
         format_ = body.text.format if body.text is not None else None
         choice = body.tool_choice
         return {
@@ -155,7 +156,7 @@ class _Response:
 class _Items:
     """The output items of a response while they grow, and the events that report them; one item is open at a time."""
 
-    def __init__(self, running: Running, with_logprobs: bool) -> None:
+    def __init__(self, running: Generation, with_logprobs: bool) -> None:
         self._running = running
         self._with_logprobs = with_logprobs
         self._first: AnswerDelta | None = None  # the first delta of the open item
@@ -218,7 +219,7 @@ class _Items:
     def _item_id(self) -> str:
         assert self._first is not None
         prefix = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}[self._first.kind]
-        return f"{prefix}_{self._running.generation.request_id}_{len(self.done)}"
+        return f"{prefix}_{self._running.request_id}_{len(self.done)}"
 
     def _item(self, status: str) -> dict[str, Any]:
         assert self._first is not None

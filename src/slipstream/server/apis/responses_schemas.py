@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from slipstream.grammar.notations import json_object, json_schema
 from slipstream.server.apis.extensions import Extensions, allowed_priority
 from slipstream.server.apis.openai_schemas import MAX_TOKENS, Many, Metadata, ObjectFormat, Several, Strict, TextFormat
 from slipstream.server.operations.errors_http import ApiError, refuse
 from slipstream.server.operations.server_state import ServerSettings
-from slipstream.server.serving.jobs import Job, OutputFormat, Tool, ToolChoice
+from slipstream.server.serving.jobs import Job, Tool, ToolChoice
+from slipstream.types import Constraint
 
 # Fields that the API documents and this server does not offer. As null they mean "not given"; clients that send back
 # objects as they got them send such nulls.
@@ -229,11 +231,11 @@ class ResponsesRequest(Extensions):
             raise ApiError(400, "'tool_choice' asks for a call without tools", "give tools", param="tool_choice")
         return ToolChoice(self.tool_choice or "auto")
 
-    def _format(self) -> OutputFormat | None:
+    def _format(self) -> Constraint | None:
         wanted = self.text.format if self.text is not None else None
         if isinstance(wanted, ResponsesSchemaFormat):
-            return OutputFormat("json_schema", wanted.json_schema)
-        return OutputFormat("json_object") if isinstance(wanted, ObjectFormat) else None
+            return json_schema(wanted.json_schema)
+        return json_object() if isinstance(wanted, ObjectFormat) else None
 
 
 def to_messages(instructions: str | None, given: str | list[InputItem]) -> list[dict[str, Any]]:

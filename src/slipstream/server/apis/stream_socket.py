@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError, StaleEpochError
 from slipstream.server.apis import stream_frames as frames
 from slipstream.server.operations.errors_http import ApiError, as_api_error
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.answering import Running, answering
+from slipstream.server.serving.answering import answering
 from slipstream.server.serving.generation import Generation
 from slipstream.server.serving.jobs import AnswerDelta, Job
 
@@ -146,7 +146,7 @@ class _Run:
     logprobs: bool
     caller: dict[str, object]  # what the client says about itself, for the log
     task: asyncio.Task[None] | None = None
-    running: Running | None = None
+    running: Generation | None = None
     worker: EngineWorker | None = None
     cancelled: bool = False
     granted: int = 0  # with a quantum: tokens that the request may have written before it is paused
@@ -156,7 +156,7 @@ class _Run:
     @property
     def generation(self) -> Generation:
         assert self.running is not None
-        return self.running.generation
+        return self.running
 
     def begun(self) -> EngineWorker:
         if self.worker is None:
@@ -298,7 +298,7 @@ class _Connection:
         began = time.monotonic()
         try:
             async with answering(self._state, job, API) as running:
-                run.running, run.worker = running, self._worker_of(running.generation)
+                run.running, run.worker = running, self._worker_of(running)
                 self._grant(run)
                 await self._pump(run, running)
                 if not run.cancelled or running.answer.finish_reason != "cancelled":
@@ -328,12 +328,12 @@ class _Connection:
             with contextlib.suppress(StaleEpochError):  # the request may be over by now
                 run.pause_after(run.granted, "quantum")
 
-    async def _pump(self, run: _Run, running: Running) -> None:
+    async def _pump(self, run: _Run, running: Generation) -> None:
         """Passes an answer on while it grows; the frame of a pause follows all tokens written before the pause."""
         step: asyncio.Task[AnswerDelta | None] | None = None
         try:
             while True:
-                step = step or asyncio.ensure_future(_next(running.generation))
+                step = step or asyncio.ensure_future(_next(running))
                 either: set[asyncio.Future[Any]] = {step, run.pause}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not step.done():
