@@ -189,10 +189,13 @@ def anthropic_body(error: ApiError) -> dict[str, object]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def error_response(path: str, error: ApiError) -> JSONResponse:
+def body_for(path: str, error: ApiError) -> dict[str, object]:
     anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
-    body = anthropic_body(error) if anthropic else openai_body(error)
-    return JSONResponse(body, error.status, headers=error.headers)
+    return anthropic_body(error) if anthropic else openai_body(error)
+
+
+def error_response(path: str, error: ApiError) -> JSONResponse:
+    return JSONResponse(body_for(path, error), error.status, headers=error.headers)
 
 
 def install(app: FastAPI, refused: Callable[[str], None]) -> None:
