@@ -29,7 +29,7 @@ class Watch:
         self.using = threading.Lock()
 
 
-class WatchedMatcher:
+class WatchedMatcher(Matcher):
     """Passes questions on to the real matcher, and checks that only one thread at a time asks."""
 
     def __init__(self, matcher: Matcher, watch: Watch) -> None:

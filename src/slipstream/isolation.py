@@ -45,6 +45,7 @@ _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}  # each further heap would take 64 MiB of 
 _NO_MEMORY = "MemoryError"  # the child's word for an allocation that failed
 
 Work = Callable[..., Any]
+TimeLeft = Callable[[], float]  # in seconds; it raises TimeoutError when there is none left
 
 
 class OverrunError(Exception):
@@ -93,7 +94,11 @@ class Helper:
         If the function raised a `SlipstreamError`, the same error is raised here. `OverrunError` says that the call
         exceeded a limit; `BusyError` that earlier calls did not end in time.
         """
-        message = self._message(values)
+        try:
+            message = json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, RecursionError) as error:
+            said = f"what the {self._called} is given is not JSON: {error}"
+            raise RequestError(said, "use objects, lists, strings and numbers") from None
         if not self.lock.acquire(timeout=self.limits.wait_s):
             raise BusyError(f"the {self._called} has been busy for {self.limits.wait_s:g} s")
         try:
@@ -108,13 +113,6 @@ class Helper:
             raise
         finally:
             self.lock.release()
-
-    def _message(self, values: Sequence[Any]) -> bytes:
-        try:
-            return json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        except (TypeError, ValueError, RecursionError) as error:
-            message = f"what the {self._called} is given is not JSON: {error}"
-            raise RequestError(message, "use objects, lists, strings and numbers") from None
 
     @property
     def pid(self) -> int | None:
@@ -189,11 +187,10 @@ class _Child:
 
     def exchange(self, message: bytes, sleep_s: float, answer_bytes: int) -> Mapping[str, Any]:
         """Returns the answer to a message; raises TimeoutError once the child has slept for `sleep_s` meanwhile."""
-        patience = _Patience(self.process.pid, sleep_s)
+        left_s = _patience(self.process.pid, sleep_s)
         self.socket.settimeout(sleep_s)
         _send(self.socket, message)
-        received = _receive(self.socket, answer_bytes, patience)
-        answer: Mapping[str, Any] = json.loads(received.decode("utf-8", "surrogatepass"))
+        answer: Mapping[str, Any] = _receive(self.socket, answer_bytes, left_s)
         return answer
 
     def status(self) -> int:
@@ -210,26 +207,26 @@ class _Child:
         self.process.returncode = 0  # the process that forked waits for this child, not the current process
 
 
-class _Patience:
-    """How long a process may still sleep.
+def _patience(pid: int, sleep_s: float) -> TimeLeft:
+    """Returns a function that says how long a process may still sleep, and raises TimeoutError if it may not.
 
     Time in which it computes or waits for a processor does not count: the kernel limits the one, and the other depends
     on how busy the machine is. The deadline first stands where it is if the process does nothing but sleep, and moves
     on when it is reached.
     """
+    deadline = time.monotonic() + sleep_s
+    sleeps_until = deadline - _awake_s(pid)
 
-    def __init__(self, pid: int, sleep_s: float) -> None:
-        self._pid = pid
-        self._deadline = time.monotonic() + sleep_s
-        self._sleeps_until = self._deadline - _awake_s(pid)
-
-    def left_s(self) -> float:
+    def left_s() -> float:
+        nonlocal deadline
         now = time.monotonic()
-        if now >= self._deadline:
-            self._deadline = self._sleeps_until + _awake_s(self._pid)
-        if now >= self._deadline:
+        if now >= deadline:
+            deadline = sleeps_until + _awake_s(pid)
+        if now >= deadline:
             raise TimeoutError
-        return self._deadline - now
+        return deadline - now
+
+    return left_s
 
 
 def _awake_s(pid: int) -> float:
@@ -291,18 +288,18 @@ def _send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(message)
 
 
-def _receive(connection: socket.socket, most_bytes: int | None = None, patience: _Patience | None = None) -> bytes:
-    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, patience))
+def _receive(connection: socket.socket, most_bytes: int | None = None, left_s: TimeLeft | None = None) -> Any:
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, left_s))
     if most_bytes is not None and length > most_bytes:
         raise OverrunError(f"gave more than {most_bytes // MIB} MiB")
-    return _receive_exactly(connection, length, patience)
+    return json.loads(_receive_exactly(connection, length, left_s).decode("utf-8", "surrogatepass"))
 
 
-def _receive_exactly(connection: socket.socket, count: int, patience: _Patience | None) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int, left_s: TimeLeft | None) -> bytearray:
     found = bytearray()
     while len(found) < count:
-        if patience is not None:
-            connection.settimeout(patience.left_s())
+        if left_s is not None:
+            connection.settimeout(left_s())
         try:
             piece = connection.recv(min(count - len(found), _PIECE_BYTES))
         except TimeoutError:
@@ -310,7 +307,7 @@ def _receive_exactly(connection: socket.socket, count: int, patience: _Patience 
         if not piece:
             raise EOFError
         found += piece
-    return bytes(found)
+    return found
 
 
 # The functions below run in the child.
@@ -323,12 +320,12 @@ def child() -> None:
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, OSError):
-        factory, arguments, cpu_s, memory_bytes = json.loads(_receive(connection))
+        factory, arguments, cpu_s, memory_bytes = _receive(connection)
         work = _answer(connection, 0, _build_work, factory, arguments)
         del arguments
         start_bytes = _address_space_bytes()
         while work is not None:
-            values = json.loads(_receive(connection).decode("utf-8", "surrogatepass"))
+            values = _receive(connection)
             _limit_next(cpu_s, memory_bytes)
             _answer(connection, start_bytes, work, *values)
             del values
@@ -368,13 +365,10 @@ def _limit_next(cpu_s: int, memory_bytes: int) -> None:
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     until_s = math.ceil(used.ru_utime + used.ru_stime) + cpu_s
-    _set_limit(resource.RLIMIT_CPU, until_s)
-    _set_limit(resource.RLIMIT_AS, _address_space_bytes() + memory_bytes)
-
-
-def _set_limit(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    until_bytes = _address_space_bytes() + memory_bytes
+    for kind, value in ((resource.RLIMIT_CPU, until_s), (resource.RLIMIT_AS, until_bytes)):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _address_space_bytes() -> int:

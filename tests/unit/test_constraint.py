@@ -188,7 +188,8 @@ def test_a_schema_that_is_no_json_is_refused() -> None:
 
 def test_a_constraint_is_tried_once(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[object, ...]] = []
-    found = Grammars(pair.tokenizer, VOCAB, remembered=3)
+    monkeypatch.setattr("slipstream.grammar.constraints.REMEMBERED", 3)
+    found = Grammars(pair.tokenizer, VOCAB)
     monkeypatch.setattr(pair.engine, "grammars", found)
     attempt = found.trial
     monkeypatch.setattr(found, "trial", lambda *asked: (tried.append(asked), attempt(*asked))[1])

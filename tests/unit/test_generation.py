@@ -14,8 +14,9 @@ import pytest
 
 from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import EngineFailedError, RequestError
-from slipstream.server.serving.generation import DeadlineError, Generation, start
-from slipstream.server.serving.jobs import Answer, AnswerDelta, Job, OutputFormat, Tool, ToolChoice
+from slipstream.grammar import notations as grammars
+from slipstream.server.serving.generation import Generation, start
+from slipstream.server.serving.jobs import Answer, AnswerDelta, DeadlineError, Job, Tool, ToolChoice
 from slipstream.server.serving.model_files import ModelSpec
 from slipstream.server.serving.router import ModelRouter
 from slipstream.text.tokenizer import Tokenizer
@@ -157,7 +158,7 @@ def test_tool_calls_and_formats_hold_the_answer(bench: Bench) -> None:
         assert deltas[0].call_id == answer.calls[0].id and deltas[0].name == "pick" and not deltas[0].text
         assert "".join(delta.text for delta in deltas) == answer.calls[0].arguments
         formatted, _, _ = bench.answer(
-            Job("tiny", messages=ASK, settings=settings, format=OutputFormat("json_schema", schema))
+            Job("tiny", messages=ASK, settings=settings, format=grammars.json_schema(schema))
         )
         assert json.loads(formatted.content)["a"] in (1, 2)
 
@@ -169,7 +170,7 @@ def test_with_a_format_an_answer_is_that_or_calls(bench: Bench) -> None:
         messages=ASK,
         settings={"max_tokens": 400, "ignore_eos": False},
         tools=[Tool("pick", "", schema)],
-        format=OutputFormat("json_schema", schema),
+        format=grammars.json_schema(schema),
         parallel_tools=False,
     )
     bench.template = PLAIN
@@ -179,7 +180,7 @@ def test_with_a_format_an_answer_is_that_or_calls(bench: Bench) -> None:
         assert bool(answer.calls) == calls and bool(answer.content) != calls
         assert json.loads(answer.calls[0].arguments if calls else answer.content)["a"] in (1, 2)
     with pytest.raises(RequestError, match="grammar"):
-        bench.run(lambda: bench.start(replace(both, format=OutputFormat("grammar", grammar="start: /a/"))))
+        bench.run(lambda: bench.start(replace(both, format=grammars.lark("start: /a/"))))
 
 
 def test_closing_early_cancels_and_frees(bench: Bench) -> None:
@@ -224,7 +225,7 @@ def test_time_is_up(bench: Bench) -> None:
         (raw(max_tokens=0), "max_tokens"),
         (Job("tiny", prompt=[1] * 1100), "1100 tokens"),
         (Job("tiny", messages=ASK, tools=[Tool("a"), Tool("a")]), "same name"),
-        (Job("tiny", messages=ASK, format=OutputFormat("grammar", grammar="start: (")), "grammar"),
+        (Job("tiny", messages=ASK, format=grammars.lark("start: (")), "grammar"),
     ],
 )
 def test_what_cannot_run_is_refused_and_the_model_given_back(bench: Bench, job: Job, named: str) -> None:

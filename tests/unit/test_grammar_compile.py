@@ -15,7 +15,6 @@ import pytest
 
 from slipstream.errors import BusyError, RequestError
 from slipstream.grammar import helper_process as grammar_process
-from slipstream.grammar import llguidance_calls as grammar_library
 from slipstream.grammar import notations as grammars
 from slipstream.grammar.constraints import Grammars
 from slipstream.grammar.reference_bounds import MOST_REFERENCES, check_bounds
@@ -81,7 +80,7 @@ def test_a_panic_of_the_library_is_a_refusal(monkeypatch: pytest.MonkeyPatch) ->
     def panicking(*_: object, **__: object) -> None:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(grammar_library, "LLMatcher", panicking)
+    monkeypatch.setattr(grammar_process, "LLMatcher", panicking)
     attempt = grammar_process.trial(["a", "b"], [], [1], None, None)
     with pytest.raises(RequestError, match="index out of bounds"):
         attempt("lark", 'start: "panic"', None)

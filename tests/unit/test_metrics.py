@@ -20,7 +20,7 @@ from slipstream.config import PAGE_TOKENS, EngineConfig
 from slipstream.errors import EngineFailedError
 from slipstream.server.apis import status_api
 from slipstream.server.operations import errors_http
-from slipstream.server.operations.canary import CanaryRules, Promise
+from slipstream.server.operations.canary import Promise
 from slipstream.server.operations.metrics import Metrics, rounded_choice
 from slipstream.server.operations.server_state import ServerSettings, ServerState
 from slipstream.server.serving.answering import report
@@ -69,7 +69,7 @@ def test_accepted_tokens_are_counted_by_their_source() -> None:
     plain.record_step(0, 0, 0, 1)
     metrics = Metrics()
     for model, stats in (("pair", both), ("alone", alone), ("plain", plain)):
-        metrics.answered(Answer(model, "auto", None, finish_reason="stop", stats=stats), model)
+        metrics.answered(Answer(model, "auto", None, finish_reason="stop", stats=stats))
     seen = numbers(metrics)
     found = {key[1:]: value for key, value in seen.items() if key[0] == "slipstream_accepted_tokens_by_source_total"}
     assert found == {
@@ -84,8 +84,8 @@ def test_accepted_tokens_are_counted_by_their_source() -> None:
 
 def test_an_answer_is_counted_once_in_every_family() -> None:
     metrics = Metrics()
-    metrics.answered(answer(), "m", "chat")
-    metrics.answered(answer("length", cached=16), "m", "chat")
+    metrics.answered(answer(), "chat")
+    metrics.answered(answer("length", cached=16), "chat")
     seen = numbers(metrics)
 
     def count(name: str, *labels: str) -> float:
@@ -119,7 +119,7 @@ def test_an_answer_is_counted_once_in_every_family() -> None:
 def test_each_variant_of_a_drafter_is_counted_until_it_is_removed() -> None:
     metrics = Metrics()
     for variant in ("base", "code", "code"):
-        metrics.answered(answer(draft_lora=variant), "m", "chat")
+        metrics.answered(answer(draft_lora=variant), "chat")
 
     def accepted() -> dict[str, float]:
         name = "slipstream_accepted_tokens_total"
@@ -134,7 +134,7 @@ def test_each_variant_of_a_drafter_is_counted_until_it_is_removed() -> None:
 
 def test_histograms_hold_seconds() -> None:
     metrics = Metrics()
-    metrics.answered(answer(), "m", "chat")
+    metrics.answered(answer(), "chat")
     seen = numbers(metrics)
     assert seen["slipstream_time_to_first_token_seconds_sum", "model=m"] == pytest.approx(0.030)
     assert seen["slipstream_time_per_token_seconds_sum", "model=m"] == pytest.approx(0.040 / 8)
@@ -146,7 +146,7 @@ def test_histograms_hold_seconds() -> None:
 
 def test_an_answer_that_never_began_leaves_no_latency_behind() -> None:
     metrics = Metrics()
-    metrics.answered(Answer("m", "auto", "d", finish_reason="cancelled"), "m", "chat")
+    metrics.answered(Answer("m", "auto", "d", finish_reason="cancelled"), "chat")
     seen = numbers(metrics)
     assert seen["slipstream_requests_total", "api=chat", "model=m", "outcome=cancelled"] == 1
     assert ("slipstream_time_to_first_token_seconds_count", "model=m") not in seen
@@ -169,9 +169,9 @@ def test_two_servers_in_one_process_do_not_collide() -> None:
 
 
 def test_the_canary_is_a_gauge() -> None:
-    metrics = Metrics(CanaryRules(least_steps=10))
+    metrics = Metrics()
     stats = RequestStats()
-    for _ in range(40):
+    for _ in range(200):
         stats.record_step(4, 4, 0, 1)
     request = Request("r", (1,), SamplingParams(), Mode("chain"))
     metrics.canaries.observe("m", Promise({"chat": 2.0}, 15), request, stats)

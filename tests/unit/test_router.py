@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import BusyError, ConfigError, EngineFailedError
+from slipstream.server.operations.errors_http import as_api_error
 from slipstream.server.serving.model_entries import (
     ModelFailedError,
     NoMemoryNowError,
@@ -159,7 +160,7 @@ def test_a_load_that_waits_too_long_is_told_who_holds_the_memory(folder: Path) -
         async with await router.lease("a"):
             with pytest.raises(NoMemoryNowError, match=r"'b' needs .* budget .* 'a' \(.*, 1 running\)") as caught:
                 await router.lease("b")
-            assert caught.value.status == 503 and caught.value.retry_after_s > 0
+            assert as_api_error(caught.value).status == 503 and caught.value.retry_after_s > 0
             assert states(router) == {"a": "ready", "b": "unloaded"}
             assert await answer(router, "a") == "a"
         assert await answer(router, "b") == "b"  # no pause after a refusal: nothing is wrong with it

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.server.operations.errors_http import as_api_error
 from slipstream.server.serving.model_entries import Lease, ModelFailedError, RouterClosedError, UnknownModelError
 from slipstream.server.serving.model_files import ModelSpec
 from slipstream.server.serving.residency import Resident
@@ -34,7 +35,7 @@ def test_a_failed_load_keeps_its_reason_and_is_tried_again(folder: Path, tmp_pat
         async with await router.lease("good"):
             with pytest.raises(ModelFailedError, match="model 'bad' could not be loaded: .*model.safetensors") as first:
                 await router.lease("bad")
-            assert first.value.status == 503
+            assert as_api_error(first.value).status == 503
             weights.write_bytes(whole)
             with pytest.raises(ModelFailedError) as again:
                 await router.lease("bad")
@@ -252,7 +253,7 @@ def test_closing_lets_running_requests_finish_and_refuses_new_ones(folder: Path)
         await asyncio.sleep(0)
         with pytest.raises(RouterClosedError) as refused:
             await router.lease("a")
-        assert refused.value.status == 503
+        assert as_api_error(refused.value).status == 503
         assert (await running)[-1].finish_reason in ("stop", "length")
         lease.release()
         await asyncio.wait_for(closing, 5)

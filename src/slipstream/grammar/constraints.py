@@ -15,7 +15,8 @@ from typing import Any
 
 from slipstream.errors import RequestError
 from slipstream.grammar.guide import Budget, Guide, Vocabulary
-from slipstream.grammar.mask_lane import Lane, MaskProcess
+from slipstream.grammar.mask_lane import MASK_LIMITS, Lane, Matcher
+from slipstream.grammar.notations import CALL_CLOSE, CALL_OPEN
 from slipstream.isolation import MIB, Helper, Limits, OverrunError
 from slipstream.types import Constraint, Thinking
 
@@ -28,7 +29,7 @@ REMEMBERED = 4096  # constraints that passed their trial, kept as hashes; at thi
 # cache, so trials without a pause make running requests twice as slow.
 _LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, wait_s=3.0, rest=1.0)
 # These tags are written as text in a grammar, even if the tokenizer has them as special tokens.
-_TAGS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+_TAGS = frozenset({"<think>", "</think>", CALL_OPEN, CALL_CLOSE})
 _TEXT = "/(?s:.*)/"
 _GAP = r"/[ \n]{0,4}/"  # models write this between the end of their reasoning and the answer
 _NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}  # the words of error messages
@@ -37,10 +38,9 @@ _NAMES = {"json_schema": "schema", "lark": "grammar", "regex": "pattern"}  # the
 class Grammars:
     """The constraints of one tokenizer's requests; any thread may call it."""
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int, remembered: int = REMEMBERED) -> None:
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
-        self._remembered = remembered
         self.lane = Lane()
         self._accepted: set[tuple[str, bytes, Thinking | None]] = set()
         self.trial = Helper(
@@ -49,12 +49,18 @@ class Grammars:
             self._vocabulary_arguments,
             "process that tries constraints",
         )
-        self._masks = MaskProcess(partial(self._vocabulary_arguments, whole=True))
+        self._masks = Helper(
+            "slipstream.grammar.helper_process:desk",
+            MASK_LIMITS,
+            partial(self._vocabulary_arguments, whole=True),
+            "process that computes masks",
+        )
+        self._ended: list[int] = []  # numbers of requests that this process may forget
 
     def close(self) -> None:
         """Ends both processes; the next call that needs one starts a new one."""
         self.trial.close()
-        self._masks.helper.close()
+        self._masks.close()
 
     def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide | None:
         """Returns what holds a new request to its constraint and its budget, or None if it has neither."""
@@ -64,26 +70,20 @@ class Grammars:
         if constraint is None:
             return None if budget is None else Guide(None, self.lane, budget, self._vocab_size)
         self.prepare(constraint, thinking)
-        matcher = self._masks.open(constraint.kind, constraint.grammar, self._reasoning_grammar(thinking))
+        opening = constraint.kind, constraint.grammar, self._reasoning_grammar(thinking)
+        matcher = Matcher(self._masks, opening, self._ended)
         return Guide(matcher, self.lane, budget, self._vocab_size)
 
     def prepare(self, constraint: Constraint, thinking: Thinking | None) -> None:
         """Raises `RequestError` if a constraint cannot be used."""
+        source = constraint.grammar.encode("utf-8", "surrogatepass")
         # the budget of the reasoning does not change the grammar
-        digest = sha256(constraint.grammar.encode("utf-8", "surrogatepass")).digest()
-        key = (constraint.kind, digest, replace(thinking, budget=None) if thinking is not None else None)
+        key = (constraint.kind, sha256(source).digest(), replace(thinking, budget=None) if thinking else None)
         if key in self._accepted:
             return
-        self._try(constraint, thinking)
-        if len(self._accepted) >= self._remembered:
-            self._accepted.clear()
-        self._accepted.add(key)
-
-    def _try(self, constraint: Constraint, thinking: Thinking | None) -> None:
         name = _NAMES[constraint.kind]
-        size_bytes = len(constraint.grammar.encode("utf-8", "surrogatepass"))
-        if size_bytes > MOST_SOURCE_BYTES:
-            raise RequestError(f"the {name} has {size_bytes} bytes", f"at most {MOST_SOURCE_BYTES} are taken")
+        if len(source) > MOST_SOURCE_BYTES:
+            raise RequestError(f"the {name} has {len(source)} bytes", f"at most {MOST_SOURCE_BYTES} are taken")
         try:
             self.trial(constraint.kind, constraint.grammar, self._reasoning_grammar(thinking))
         except OverrunError as error:
@@ -91,6 +91,9 @@ class Grammars:
         except RequestError as error:
             hint = error.hint or "change it or leave it out"
             raise RequestError(f"the {name} cannot be used: {error.message}", hint) from None
+        if len(self._accepted) >= REMEMBERED:
+            self._accepted.clear()
+        self._accepted.add(key)
 
     def _reasoning_grammar(self, thinking: Thinking | None) -> str | None:
         """Returns the grammar of the reasoning that precedes the answer, or None if there is no reasoning."""

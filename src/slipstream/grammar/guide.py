@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Protocol
 
 import numpy as np
@@ -107,7 +107,7 @@ class Guide:
     def ready(self) -> bool:
         """Whether a step would find the mask it needs. If nothing has asked for that mask yet, it is requested here."""
         self._clock.begin_step()
-        return self._note_end(self._find((), patient=not self.slow))
+        return self._find_next()
 
     @property
     def settled(self) -> bool:
@@ -146,7 +146,7 @@ class Guide:
         for path in [path for path in self._requested if path[:1] != (token,)]:
             self._requested.pop(path).cancel()
         self._requested = {path[1:]: future for path, future in self._requested.items()}
-        self._note_end(self._find((), patient=not self.slow))
+        self._find_next()
 
     def abandon(self) -> None:
         """Ends the guide when its request is over, and cancels masks that have not been started."""
@@ -155,7 +155,9 @@ class Guide:
         if self.matcher is not None:
             self._lane.submit(self.matcher.close)
 
-    def _note_end(self, found: bool) -> bool:
+    def _find_next(self) -> bool:
+        """Whether the mask after the committed text is known; notes whether the text has to end there."""
+        found = self._find((), patient=not self.slow)
         mask = self._masks.get(())
         self.complete = bool(self._written) and isinstance(mask, Mask) and mask.end
         return found
@@ -179,7 +181,9 @@ class Guide:
             future = self._requested[path]
             began = time.monotonic()
             try:
-                self._masks[path] = self._counted_mask(self._lane.result(future, patient))
+                answer = self._lane.result(future, patient)
+                self._clock.add(answer.work_s)
+                self._masks[path] = Mask(answer.bits, self._vocab_size, answer.stopped)
             except TimeoutError:
                 if patient and future.running():
                     self._clock.waited_in_vain()
@@ -190,11 +194,6 @@ class Guide:
                 self._clock.waited_s += time.monotonic() - began
             del self._requested[path]
         return True
-
-    def _counted_mask(self, answer: Allowed) -> Mask:
-        self._clock.add(answer.work_s)
-        self._clock.check()
-        return Mask(answer.bits, self._vocab_size, answer.stopped)
 
 
 class _Clock:
@@ -213,6 +212,7 @@ class _Clock:
         self._needed = 1  # how many quick answers in a row are needed before the engine's thread waits again
 
     def add(self, seconds: float) -> None:
+        """Adds the work of an answer; raises `GuideError` if the guide has taken more than its request may."""
         self._spent_s += seconds
         self._step_s += seconds
         self._average_s += (seconds - self._average_s) / _AVERAGED_ANSWERS
@@ -220,6 +220,10 @@ class _Clock:
             self._quick += 1
         else:
             self.waited_in_vain()
+        if self._spent_s > GRACE_S + GRACE_TOKEN_S * self.tokens:
+            raise GuideError(
+                f"the grammar takes too long: {self._spent_s:.0f} s of work for {self.tokens} tokens (simplify it)"
+            )
 
     def waited_in_vain(self) -> None:
         """Notes that a slow answer has held up a step.
@@ -238,13 +242,6 @@ class _Clock:
     def exhausted(self, shared: bool) -> bool:
         """Whether this step's drafts get no more masks; a `shared` step has other sequences, which wait along."""
         return self._step_s > STEP_S or (shared and self.waited_s > DRAFTS_WAIT_S)
-
-    def check(self) -> None:
-        """Raises `GuideError` if the guide has taken more work than its request may."""
-        if self._spent_s > GRACE_S + GRACE_TOKEN_S * self.tokens:
-            raise GuideError(
-                f"the grammar takes too long: {self._spent_s:.0f} s of work for {self.tokens} tokens (simplify it)"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,10 +271,7 @@ class Budget:
 
     def forced(self, path: Sequence[int]) -> int | None:
         """Returns the only token that may follow a path, or None if the budget forces none there."""
-        state = self._now
-        for token in path:
-            state = self._after(state, token)
-        return self._forced(state)
+        return self._forced(reduce(self._after, path, self._now))
 
     def _forced(self, state: _Reasoning) -> int | None:
         if state.phase == "ending":

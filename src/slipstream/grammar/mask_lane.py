@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from slipstream.errors import SlipstreamError
 from slipstream.isolation import MIB, Helper, Limits, OverrunError
@@ -23,7 +23,7 @@ Path = tuple[int, ...]
 # Every mask has the limits with which its grammar was compiled and takes at most 0.2 s, but some grammars evade those
 # limits and never end. Their process is then killed, and the grammars of other requests are opened again in the next
 # process. Opening a grammar costs as much as its trial, so both have the same limits.
-_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=256 * MIB)
+MASK_LIMITS = Limits(cpu_s=2, memory_bytes=80 * MIB, answer_bytes=MIB, growth_bytes=256 * MIB)
 # The engine's thread waits this long in a step for the masks of all requests together. One mask takes 0.2 ms, and more
 # on a busy machine. Above 0.1 s, one mask that never ends would visibly delay the other requests.
 STEP_PATIENCE_S = 0.05
@@ -41,15 +41,6 @@ class Allowed:
     bits: bytes
     stopped: bool
     work_s: float
-
-
-class Matcher(Protocol):
-    """One request's grammar. Only the lane's thread calls it, because a call may take long."""
-
-    def __call__(self, written: Sequence[int], path: Path) -> Allowed:
-        """Returns what may follow the written tokens and a drafted path; raises `GuideError` if nothing may."""
-
-    def close(self) -> None: ...
 
 
 class Lane:
@@ -166,29 +157,28 @@ def _serve(line: _Line) -> None:
         line.finished.set()
 
 
-class MaskProcess:
-    """The process that computes the masks of one engine's requests."""
-
-    def __init__(self, vocabulary: Callable[[], Sequence[Any]]) -> None:
-        self.helper = Helper(
-            "slipstream.grammar.helper_process:desk", _LIMITS, vocabulary, "process that computes masks"
-        )
-        self.ended: list[int] = []  # numbers of requests that the process may forget
-        self._numbers = itertools.count()
-
-    def open(self, kind: str, source: str, before: str | None) -> Matcher:
-        """Returns a matcher at the start of a grammar; the process learns of it with the first mask."""
-        return _RemoteMatcher(self, next(self._numbers), (kind, source, before))
+_numbers = itertools.count()  # of the requests with a grammar
 
 
-class _RemoteMatcher:
-    def __init__(self, process: MaskProcess, number: int, opening: tuple[str, str, str | None]) -> None:
+class Matcher:
+    """One request's grammar in the process that computes masks, which learns of it with the first mask.
+
+    Only the lane's thread calls it, because a call may take long.
+    """
+
+    def __init__(self, process: Helper, opening: tuple[str, str, str | None], ended: list[int]) -> None:
+        """`opening` is the kind of the constraint, its text, and the grammar of the reasoning before it.
+
+        `ended` has the numbers of requests that the process may forget; all matchers of a process share it.
+        """
         self._process = process
-        self._number = number
         self._opening = opening
+        self._ended = ended
+        self._number = next(_numbers)
         self._known_tokens = 0  # how many of the written tokens the process knows
 
     def __call__(self, written: Sequence[int], path: Path) -> Allowed:
+        """Returns what may follow the written tokens and a drafted path; raises `GuideError` if nothing may."""
         try:
             answer = self._ask(None, written[self._known_tokens :], path)
             if answer is None:  # the process is new, or does not know this request
@@ -204,8 +194,9 @@ class _RemoteMatcher:
         return Allowed(base64.b64decode(bits), stopped, work_s)
 
     def _ask(self, opening: Sequence[Any] | None, tokens: Sequence[int], path: Path) -> Any:
-        ended, self._process.ended = self._process.ended, []
-        return self._process.helper(self._number, opening, list(tokens), path, ended)
+        ended = self._ended.copy()
+        self._ended.clear()
+        return self._process(self._number, opening, list(tokens), path, ended)
 
     def close(self) -> None:
-        self._process.ended.append(self._number)
+        self._ended.append(self._number)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from slipstream.errors import RequestError
 from slipstream.types import Constraint
 
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 # The most calls in one answer that must call a tool: a model that cannot stop calling would otherwise never end.
 _MOST_CALLS = 16
 # JSON may have one space, or a new line with its indentation, between its parts. If more were allowed, a model could
@@ -83,14 +83,14 @@ def tool_constraint(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool
 
 def _required_call_rules(once: bool) -> list[str]:
     further = "" if once else rf' ("\n" call){{0,{_MOST_CALLS - 1}}}'
-    return [f"start: call{further}", rf'call: "{CALL_START}\n" body "\n{CALL_END}"']
+    return [f"start: call{further}", rf'call: "{CALL_OPEN}\n" body "\n{CALL_CLOSE}"']
 
 
 def _optional_call_rules(once: bool) -> list[str]:
     return [
         "start: TEXT | call" if once else "start: call* TEXT",
-        rf'call: before "\n" body "\n{CALL_END}"',
-        f'before[suffix="{CALL_START}"]: TEXT',
+        rf'call: before "\n" body "\n{CALL_CLOSE}"',
+        f'before[suffix="{CALL_OPEN}"]: TEXT',
         "TEXT: /(?s:.*)/",
     ]
 

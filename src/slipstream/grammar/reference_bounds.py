@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -32,21 +32,19 @@ def check_bounds(kind: str, source: str) -> None:
 
 
 def _check_schema(schema: Any) -> None:
-    _check_levels(schema)
-    _check_chain("references", _schema_references(schema), "")
-
-
-def _check_levels(schema: Any) -> None:
     level, todo = 0, [schema]
     while todo:
         level += 1
         if level > MOST_LEVELS:
             raise RequestError(f"it has more than {MOST_LEVELS} levels", "nest it less")
         todo = [child for value in todo for child in _children(value) if isinstance(child, dict | list)]
+    _check_chain("references", _schema_references(schema), "")
 
 
-def _children(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+def _children(value: Any, without: Collection[str] = ()) -> list[Any]:
+    if isinstance(value, dict):
+        return [child for key, child in value.items() if key not in without]
+    return value if isinstance(value, list) else []
 
 
 def _schema_references(schema: Any) -> dict[str, list[str]]:
@@ -68,11 +66,7 @@ def _references(part: Any) -> Iterator[str]:
         found = value.get("$ref") if isinstance(value, dict) else None
         if isinstance(found, str) and found.startswith("#"):
             yield found[1:]
-        todo += [child for key, child in _items(value) if key not in ("$defs", "definitions")]
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items()) if isinstance(value, dict) else [(None, child) for child in _children(value)]
+        todo += _children(value, without=("$defs", "definitions"))
 
 
 def _at(schema: Any, pointer: str) -> Any:

@@ -59,7 +59,7 @@ async def _count(state: ServerState, job: Job) -> int:
 
 async def _message(state: ServerState, job: Job) -> dict[str, object]:
     async with answering(state, job, _API) as running:
-        generation, blocks = running.generation, _Blocks()
+        generation, blocks = running, _Blocks()
         async for delta in generation:
             list(blocks.take(delta))
         running.raise_failure()
@@ -75,7 +75,7 @@ async def _message(state: ServerState, job: Job) -> dict[str, object]:
 
 async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
     async with answering(state, job, _API) as running:
-        generation, blocks = running.generation, _Blocks()
+        generation, blocks = running, _Blocks()
         usage = {**_usage(generation), "input_tokens": generation.prompt_tokens}
         start = {**_head(generation), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield sse.event({"type": "message_start", "message": start})

@@ -10,10 +10,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from slipstream.errors import RequestError
+from slipstream.grammar.notations import json_object, json_schema, lark
 from slipstream.server.operations.errors_http import ApiError, refuse
 from slipstream.server.operations.server_state import ServerSettings
-from slipstream.server.serving.jobs import Job, OutputFormat, Tool, ToolChoice
-from slipstream.types import MAX_SEED, MAX_TREE_ROWS, Mode
+from slipstream.server.serving.jobs import Job, Tool, ToolChoice
+from slipstream.types import MAX_SEED, MAX_TREE_ROWS, Constraint, Mode
 
 MAX_TOKENS = 2**31 - 1  # the largest 32-bit integer; token ids and lengths beyond it cannot exist
 MAX_STOPS = 64  # stop strings of one request; every token is compared with all of them
@@ -119,14 +120,16 @@ class NamedSchema(JsonSchema):
     strict: bool | None = None
 
 
-def output_format(wanted: Any) -> OutputFormat | None:
+def output_format(wanted: Any) -> Constraint | None:
     """What the `format` field of any API asks for; None is plain text."""
     if wanted is None or wanted.type == "text":
         return None
-    schema = getattr(wanted, "json_schema", None)
-    if isinstance(schema, JsonSchema):  # chat has the schema one level deeper
-        schema = schema.json_schema
-    return OutputFormat(wanted.type, schema, getattr(wanted, "grammar", None))
+    if wanted.type == "grammar":
+        return lark(wanted.grammar)
+    if wanted.type == "json_object":
+        return json_object()
+    schema = wanted.json_schema
+    return json_schema(schema.json_schema if isinstance(schema, JsonSchema) else schema)  # chat has it one level deeper
 
 
 class Speculative(Strict):

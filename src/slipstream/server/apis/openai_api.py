@@ -21,7 +21,8 @@ from slipstream.server.apis.openai_schemas import ChatRequest, CompletionRequest
 from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.logs import note
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.answering import Running, answering
+from slipstream.server.serving.answering import answering
+from slipstream.server.serving.generation import Generation
 from slipstream.server.serving.jobs import Answer, AnswerDelta, Job
 from slipstream.version import __version__
 
@@ -48,7 +49,7 @@ class _News:
     """One thing that happened to a choice: it began (without a delta), it grew, or it is over."""
 
     index: int
-    running: Running
+    running: Generation
     delta: AnswerDelta | None = None
     over: bool = False
 
@@ -68,7 +69,7 @@ class _GenerationResponse(ABC, Generic[Body]):
         self._state = state
 
     @abstractmethod
-    def whole_choice(self, index: int, running: Running) -> dict[str, object]:
+    def whole_choice(self, index: int, running: Generation) -> dict[str, object]:
         """The fields of a choice whose answer is complete."""
 
     @abstractmethod
@@ -91,10 +92,9 @@ class _GenerationResponse(ABC, Generic[Body]):
         ]
         return {**self._head(self.kind), "model": answers[0].model, "choices": choices, **self._totals(answers)}
 
-    async def _answer_one(self, job: Job) -> Running:
+    async def _answer_one(self, job: Job) -> Generation:
         async with answering(self._state, job, self.api) as running:
-            await running.generation.finish()
-            running.raise_failure()
+            await running.finish()
             return running
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
@@ -137,7 +137,7 @@ class _GenerationResponse(ABC, Generic[Body]):
         try:
             async with answering(self._state, job, self.api) as running:
                 queue.put_nowait(_News(index, running))
-                async for delta in running.generation:
+                async for delta in running:
                     queue.put_nowait(_News(index, running, delta))
                 running.raise_failure()
             queue.put_nowait(_News(index, running, over=True))
@@ -173,7 +173,7 @@ class _ChatResponse(_GenerationResponse[ChatRequest]):
     api, prefix = "chat", "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def whole_choice(self, index: int, running: Running) -> dict[str, object]:
+    def whole_choice(self, index: int, running: Generation) -> dict[str, object]:
         answer = running.answer
         message: dict[str, object] = {
             "role": "assistant",
@@ -219,7 +219,7 @@ class _CompletionResponse(_GenerationResponse[CompletionRequest]):
         super().__init__(state, body)
         self._logprobs: dict[int, shared.CompletionLogprobs] = {}  # of each choice of a stream, by its index
 
-    def whole_choice(self, index: int, running: Running) -> dict[str, object]:
+    def whole_choice(self, index: int, running: Generation) -> dict[str, object]:
         answer, logprobs = running.answer, None
         if self.body.logprobs is not None:
             logprobs = shared.CompletionLogprobs(running.tokenizer).take(answer.tokens, answer.token_texts)
@@ -235,7 +235,7 @@ class _CompletionResponse(_GenerationResponse[CompletionRequest]):
             logprobs = told.take(news.delta.tokens, news.delta.texts)
         return {"text": news.delta.text, "logprobs": logprobs}
 
-    def _echo(self, index: int, running: Running) -> str:
+    def _echo(self, index: int, running: Generation) -> str:
         if not self.body.echo:
             return ""
         prompt = self.jobs[index].prompt

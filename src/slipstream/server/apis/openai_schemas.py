@@ -32,8 +32,8 @@ from slipstream.server.apis.common_schemas import (
 )
 from slipstream.server.operations.errors_http import ApiError, refuse
 from slipstream.server.operations.server_state import MAX_CHOICES, ServerSettings
-from slipstream.server.serving.jobs import Job, OutputFormat, ToolChoice
-from slipstream.types import MAX_SEED
+from slipstream.server.serving.jobs import Job, ToolChoice
+from slipstream.types import MAX_SEED, Constraint
 
 _NOT_OFFERED = (
     "audio",
@@ -253,7 +253,7 @@ class ChatRequest(GenerationRequest, ConversationFields):
             raise ApiError(400, said, param="tool_choice", code="invalid_value")
         return ToolChoice("required", choice.function.name)
 
-    def _format(self) -> OutputFormat | None:
+    def _format(self) -> Constraint | None:
         wanted = output_format(self.response_format)
         if wanted is not None and self.tools and self.tool_choice != "none":
             said = "set tool_choice to none, or leave one out"

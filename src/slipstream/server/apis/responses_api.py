@@ -16,7 +16,8 @@ from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.logs import note
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.answering import Running, answering
+from slipstream.server.serving.answering import answering
+from slipstream.server.serving.generation import Generation
 from slipstream.server.serving.jobs import AnswerDelta, Job
 
 _API = "responses"
@@ -52,7 +53,7 @@ def routes(state: ServerState) -> APIRouter:
 async def _whole(state: ServerState, job: Job, body: ResponsesRequest) -> dict[str, object]:
     async with answering(state, job, _API) as running:
         response = _Response(running, body)
-        async for delta in running.generation:
+        async for delta in running:
             list(response.take(delta))
         list(response.close(last=True))
         running.raise_failure()
@@ -66,7 +67,7 @@ async def _events(
         response = _Response(running, body)
         for kind in ("response.created", "response.in_progress"):
             yield _numbered(numbers, kind, {"response": response.shown("in_progress")})
-        async for delta in running.generation:
+        async for delta in running:
             for event in response.take(delta):
                 yield _numbered(numbers, *event)
         for event in response.close(last=True):
@@ -82,7 +83,7 @@ def _numbered(numbers: Iterator[int], kind: str, fields: dict[str, object]) -> b
 class _Response:
     """A response while its items grow, and the events that report them; one item is open at a time."""
 
-    def __init__(self, running: Running, body: ResponsesRequest) -> None:
+    def __init__(self, running: Generation, body: ResponsesRequest) -> None:
         self._running = running
         self._body = body
         self._created_at = int(time.time())
@@ -93,7 +94,7 @@ class _Response:
         item = self._open
         if item is None or item.first.kind != delta.kind or item.first.call != delta.call:
             yield from self.close()
-            item = self._open = _Item(delta, self._running.generation.request_id, len(self._done))
+            item = self._open = _Item(delta, self._running.request_id, len(self._done))
             yield from item.added()
         if delta.text:
             tokens = delta.tokens if self._body.with_logprobs and delta.kind == "content" else ()
@@ -129,7 +130,7 @@ class _Response:
 
     def shown(self, status: str, **more: object) -> dict[str, object]:
         """The response object: the settings of the request as the server understood them, and the result so far."""
-        body, request = self._body, self._running.generation.request
+        body, request = self._body, self._running.request
         format_ = body.text.format if body.text is not None else None
         choice = body.tool_choice
         return {

@@ -16,7 +16,7 @@ from slipstream.server.operations.bodies import ParsedRoute
 from slipstream.server.operations.canary import CanaryReport
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.metrics import CONTENT_TYPE
-from slipstream.server.operations.server_state import ServerState
+from slipstream.server.operations.server_state import RETRY_AFTER_S, ServerState
 from slipstream.server.serving.model_entries import ModelInfo, unknown_model
 from slipstream.server.serving.residency import Resident
 from slipstream.version import __version__
@@ -39,7 +39,7 @@ def routes(state: ServerState) -> APIRouter:
             "canary": _worst(list(state.metrics.canaries.reports().values())),
         }
         # This path needs no key, so it does not name models or failures; /v1/models, which needs the key, does.
-        headers = {} if phase == "ready" else {"Retry-After": str(max(1, round(state.settings.retry_after_s)))}
+        headers = {} if phase == "ready" else {"Retry-After": str(RETRY_AFTER_S)}
         return JSONResponse(body, 200 if phase == "ready" else 503, headers)
 
     @router.get("/metrics", response_model=None, summary="Numbers for Prometheus")

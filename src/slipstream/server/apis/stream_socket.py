@@ -22,7 +22,7 @@ from slipstream.server.apis.openai_shared import caller
 from slipstream.server.operations.errors_http import ApiError, as_api_error
 from slipstream.server.operations.logs import request_line
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.answering import Running, answering
+from slipstream.server.serving.answering import answering
 from slipstream.server.serving.generation import Generation
 from slipstream.server.serving.jobs import AnswerDelta, Job
 
@@ -141,7 +141,7 @@ class _Run:
     quantum: int
     logprobs: bool
     task: asyncio.Task[None] | None = None
-    running: Running | None = None
+    running: Generation | None = None
     worker: EngineWorker | None = None
     cancelled: bool = False
     granted: int = 0  # with a quantum: tokens that the request may have written before it is paused
@@ -152,7 +152,7 @@ class _Run:
     @property
     def generation(self) -> Generation:
         assert self.running is not None
-        return self.running.generation
+        return self.running
 
     def begun(self) -> EngineWorker:
         if self.worker is None:
@@ -303,7 +303,7 @@ class _Connection:
         with request_line({"event": "request", "path": "stream-socket", **about}):
             try:
                 async with answering(self._state, job, API) as running:
-                    run.running, run.worker = running, self._worker_of(running.generation)
+                    run.running, run.worker = running, self._worker_of(running)
                     run.grant()
                     await self._pump(run, running)
                     if not run.cancelled or running.answer.finish_reason != "cancelled":
@@ -324,12 +324,12 @@ class _Connection:
         workers = (resident.worker for resident in self._state.router.residents())
         return next((worker for worker in workers if worker.knows(generation.request_id)), None)
 
-    async def _pump(self, run: _Run, running: Running) -> None:
+    async def _pump(self, run: _Run, running: Generation) -> None:
         """Passes an answer on while it grows; the frame of a pause follows all tokens written before the pause."""
         step: asyncio.Future[AnswerDelta | None] | None = None
         try:
             while True:
-                step = step or asyncio.ensure_future(anext(running.generation, None))
+                step = step or asyncio.ensure_future(anext(running, None))
                 either: set[asyncio.Future[Any]] = {step, run.pause}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not step.done():

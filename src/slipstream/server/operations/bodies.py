@@ -34,30 +34,20 @@ _PARSED = "slipstream.body"  # the key of the parsed body in a request's scope
 _STAND_IN = b" "  # the body that the framework sees in place of a parsed one, whose bytes are dropped
 
 
-async def parse(body: bytes, turn: asyncio.Lock) -> Any:
-    """The value of a body; large bodies take turns and are parsed in a thread.
-
-    Parsing and validating a body hold the interpreter, and streams must not wait for several bodies in a row. The task
-    that releases `turn` validates its value at once, so that the next body is parsed only after that.
-    """
-    if len(body) <= _LARGE_BYTES:
-        return check_json(body)
-    async with turn:
-        return await asyncio.to_thread(check_json, body)
-
-
 def check_json(body: bytes) -> Any:
     """The value of a body; refuses text that is not JSON, too many values, and what only Python accepts as JSON."""
     _check_amount(body)
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        _check_depth(value)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is wrong", code="invalid_utf8") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise ApiError(
+            400, f"the body is nested deeper than {MAX_JSON_DEPTH} levels", "flatten it", code="nested_too_deep"
+        ) from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    _check_depth(value)
     if b"\\u" in body and _HALF_PAIR.search(body.replace(rb"\\", b"..")):
         raise ApiError(
             400,
@@ -112,13 +102,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _too_deep() -> ApiError:
-    return ApiError(
-        400, f"the body is nested deeper than {MAX_JSON_DEPTH} levels", "flatten it", code="nested_too_deep"
-    )
-
-
 def _check_depth(value: object) -> None:
+    """Raises RecursionError for what the parser can still read and other code may not."""
     level: list[object] = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [
@@ -130,7 +115,7 @@ def _check_depth(value: object) -> None:
         ]
         if not level:
             return
-    raise _too_deep()
+    raise RecursionError
 
 
 class ParsedRequest(Request):
@@ -155,10 +140,17 @@ class ParsedRoute(APIRoute):
 async def hand_on(scope: Scope, receive: Receive, body: bytes, turn: asyncio.Lock) -> Receive:
     """Parses a body into the scope of its request, where `ParsedRequest` finds it.
 
+    Parsing and validating a body hold the interpreter, and streams must not wait for several bodies in a row. Large
+    bodies therefore take turns and are parsed in a thread. The task that releases `turn` validates its value at once,
+    so that the next body is parsed only after that.
+
     The returned `receive` first gives a stand-in for the body, then the connection's messages, such as a disconnect.
     """
-    if body:
-        scope[_PARSED] = await parse(body, turn)
+    if len(body) > _LARGE_BYTES:
+        async with turn:
+            scope[_PARSED] = await asyncio.to_thread(check_json, body)
+    elif body:
+        scope[_PARSED] = check_json(body)
     message: Message | None = {"type": "http.request", "body": _STAND_IN if body else b"", "more_body": False}
 
     async def handed_on() -> Message:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.stats import RequestStats
@@ -21,6 +21,21 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 log = logging.getLogger("slipstream.server.canary")
+
+# When the canary warns. Only drafted steps count, because plain steps say nothing about a drafter.
+#
+# A shortfall is noticed in two ways. First, the moving average of acceptance must stay above a floor once there are
+# enough steps. Second, mode auto soon stops drafting with a drafter that is entirely broken, so evidence is also added
+# up token by token: how much likelier the observed tokens are if their chances had collapsed than if they were as
+# promised. One request adds a limited amount, so that one unusual text raises no alarm.
+_FLOOR = 0.7  # share of the promised acceptance below which the canary warns
+_RECOVERED = 0.8  # share that ends a warning; it is above the floor, so that warnings do not flicker
+_LEAST_STEPS = 200
+_HALF_LIFE_STEPS = 300  # steps after which an observation counts half in the moving average
+_COLLAPSED_SHARE = 1 / 3  # share of the promised chance that a token of a broken drafter is assumed to have
+_EVIDENCE = 6.0  # log of the likelihood ratio at which the canary warns: a factor of e^6
+_REQUEST_EVIDENCE = 1.5
+_SAMPLED_SHARE = 0.75  # share of the promised chance, which is greedy, that is left at temperatures up to 1
 
 CanaryState = Literal["no promise", "learning", "ok", "warning"]
 
@@ -48,26 +63,6 @@ def promise_of(llm: LLM) -> Promise | None:
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryRules:
-    """When the canary warns. Only drafted steps count, because plain steps say nothing about a drafter.
-
-    A shortfall is noticed in two ways. First, the moving average of acceptance must stay above `floor` once there are
-    `least_steps`. Second, mode auto soon stops drafting with a drafter that is entirely broken, so evidence is also
-    added up token by token: how much likelier the observed tokens are if their chances had `collapsed` than if they
-    were as promised. One request adds at most `request_evidence`, so that one unusual text raises no alarm.
-    """
-
-    floor: float = 0.7  # share of the promised acceptance below which the canary warns
-    recovered: float = 0.8  # share that ends a warning; it is above the floor, so that warnings do not flicker
-    least_steps: int = 200
-    half_life_steps: int = 300  # steps after which an observation counts half in the moving average
-    collapsed: float = 1 / 3  # share of the promised chance that a token of a broken drafter is assumed to have
-    evidence: float = 6.0  # log of the likelihood ratio at which the canary warns: a factor of e^6
-    request_evidence: float = 1.5
-    sampled_share: float = 0.75  # share of the promised chance, which is greedy, that is left at temperatures up to 1
-
-
-@dataclass(frozen=True, slots=True)
 class CanaryReport:
     """The canary's verdict on a model; both taus count drafted steps only, with the depths that were drafted."""
 
@@ -79,13 +74,7 @@ class CanaryReport:
     reason: str = ""
 
     def to_json(self) -> dict[str, object]:
-        rounded = {name: getattr(self, name) for name in ("ratio", "live_tau", "due_tau")}
-        return {
-            "state": self.state,
-            **{name: None if v is None else round(v, 4) for name, v in rounded.items()},
-            "drafted_steps": self.drafted_steps,
-            "reason": self.reason,
-        }
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(self).items()}
 
 
 class Canary:
@@ -95,9 +84,8 @@ class Canary:
     drafts few tokens where it expects few to be accepted. Trees keep more than chains, so they only raise the ratio.
     """
 
-    def __init__(self, promise: Promise, rules: CanaryRules | None = None) -> None:
+    def __init__(self, promise: Promise) -> None:
         self.promise = promise
-        self._rules = rules or CanaryRules()
         self._total = 0
         self._steps = self._accepted = self._due = 0.0
         self._evidence = 0.0
@@ -108,15 +96,15 @@ class Canary:
         # Drafts that were not finite were never verified; each counts as one lost token.
         verified, kept_at = stats.drafter_verified_at, stats.drafter_accepted_at
         steps = sum(verified[:1]) + stats.bad_drafts
-        chance = self.promise.survival(prompt_class) * (self._rules.sampled_share if sampled else 1.0)
+        chance = self.promise.survival(prompt_class) * (_SAMPLED_SHARE if sampled else 1.0)
         if not steps or not 0 < chance < 1:
             return
         accepted = sum(kept_at)
         due = stats.bad_drafts * chance
         due += sum(count * chance ** (slot + 1) for slot, count in enumerate(verified))
-        kept = 0.5 ** (steps / self._rules.half_life_steps)
+        kept = 0.5 ** (steps / _HALF_LIFE_STEPS)
         # The past fades within a request too, so that a very long request does not outweigh all later ones.
-        weight = (1 - kept) * self._rules.half_life_steps / math.log(2) / steps
+        weight = (1 - kept) * _HALF_LIFE_STEPS / math.log(2) / steps
         self._total += steps
         self._steps = self._steps * kept + steps * weight
         self._accepted = self._accepted * kept + accepted * weight
@@ -125,18 +113,18 @@ class Canary:
         self._judge()
 
     def _weigh(self, chance: float, kept: int, lost: int) -> None:
-        collapsed = chance * self._rules.collapsed
+        collapsed = chance * _COLLAPSED_SHARE
         found = kept * math.log(collapsed / chance) + lost * math.log((1 - collapsed) / (1 - chance))
-        added = self._evidence + min(found, self._rules.request_evidence)
-        self._evidence = min(max(0.0, added), self._rules.evidence)
+        added = self._evidence + min(found, _REQUEST_EVIDENCE)
+        self._evidence = min(max(0.0, added), _EVIDENCE)
 
     def _judge(self) -> None:
-        rules, ratio, enough = self._rules, self._ratio, self._total >= self._rules.least_steps
-        if self._evidence >= rules.evidence:
+        ratio, enough = self._ratio, self._total >= _LEAST_STEPS
+        if self._evidence >= _EVIDENCE:
             self._warning = f"its drafts are hardly ever accepted ({ratio:.0%} of what it promises)"
-        elif enough and ratio < rules.floor:
+        elif enough and ratio < _FLOOR:
             self._warning = f"acceptance stays at {ratio:.0%} of what it promises"
-        elif self._evidence <= rules.evidence / 2 and (ratio >= rules.recovered or not enough):
+        elif self._evidence <= _EVIDENCE / 2 and (ratio >= _RECOVERED or not enough):
             self._warning = ""
 
     @property
@@ -149,7 +137,7 @@ class Canary:
         if not self._steps:
             return CanaryReport("learning")
         state: CanaryState = "warning" if self._warning else "ok"
-        if not self._warning and self._total < self._rules.least_steps:
+        if not self._warning and self._total < _LEAST_STEPS:
             state = "learning"
         return CanaryReport(
             state,
@@ -162,13 +150,14 @@ class Canary:
 
 
 class CanaryBoard:
-    """The canaries of all models of a server; it writes to the log when a canary begins or ceases to warn."""
+    """The canaries of all models of a server; it writes to the log when a canary begins or ceases to warn.
 
-    def __init__(self, rules: CanaryRules | None = None) -> None:
-        self._rules = rules
+    Only the event loop's thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self.warnings: Counter[str] = Counter()  # how many times the canary of each model began to warn
         self._canaries: dict[str, Canary] = {}
-        self._warned: dict[str, int] = {}
-        self._lock = threading.Lock()
 
     def observe(
         self, model: str, promise: Promise, request: Request, stats: RequestStats, prompt_class: str | None = None
@@ -176,21 +165,15 @@ class CanaryBoard:
         """Takes in a finished request of a model; a new promise under the same name starts a new canary."""
         if not is_telling(request):
             return
-        with self._lock:
-            canary = self._canaries.get(model)
-            if canary is None or canary.promise != promise:
-                canary = self._canaries[model] = Canary(promise, self._rules)
-            before = canary.report()
-            canary.observe(stats, prompt_class, sampled=not request.sampling.greedy)
-            after = canary.report()
-            if after.state == "warning" and before.state != "warning":
-                self._warned[model] = self._warned.get(model, 0) + 1
-        self._say(model, before, after)
-
-    @staticmethod
-    def _say(model: str, before: CanaryReport, after: CanaryReport) -> None:
+        canary = self._canaries.get(model)
+        if canary is None or canary.promise != promise:
+            canary = self._canaries[model] = Canary(promise)
+        before = canary.report()
+        canary.observe(stats, prompt_class, sampled=not request.sampling.greedy)
+        after = canary.report()
         fields = {"event": "canary", "model": model, **after.to_json()}
         if after.state == "warning" and before.state != "warning":
+            self.warnings[model] += 1
             log.warning(
                 "the drafter of %s does not keep its promise: %s (was it made for this target and this chat template, "
                 "and is its file whole?)",
@@ -202,13 +185,7 @@ class CanaryBoard:
             log.info("the drafter of %s keeps its promise again", model, extra={"fields": fields})
 
     def reports(self) -> dict[str, CanaryReport]:
-        with self._lock:
-            return {name: canary.report() for name, canary in self._canaries.items()}
-
-    def warnings(self) -> dict[str, int]:
-        """How many times the canary of each model began to warn."""
-        with self._lock:
-            return dict(self._warned)
+        return {name: canary.report() for name, canary in self._canaries.items()}
 
 
 def is_telling(request: Request) -> bool:

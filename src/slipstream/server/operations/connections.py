@@ -84,7 +84,7 @@ class GuardedProtocol(H11Protocol):
             transport.write(_FULL)
             self.drop()
             return
-        self._wait()
+        self._door.waiting[self] = None
         self._expect_header()
 
     def data_received(self, data: bytes) -> None:
@@ -102,7 +102,7 @@ class GuardedProtocol(H11Protocol):
         if self.transport.is_closing():
             self._expect_reader()  # it closes once everything is sent, so a client that reads nothing would keep it
         elif self._is_waiting():
-            self._wait()
+            self._door.waiting[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -135,9 +135,6 @@ class GuardedProtocol(H11Protocol):
 
     def _is_waiting(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
-
-    def _wait(self) -> None:
-        self._door.waiting[self] = None
 
     def _expect_reader(self) -> None:
         if self._reader_timer is None:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from slipstream.errors import BusyError, ConfigError, EngineFailedError, RequestError, SlipstreamError, StaleEpochError
-from slipstream.server.serving.generation import DeadlineError
+from slipstream.server.serving.jobs import DeadlineError
 from slipstream.server.serving.model_entries import (
     ModelFailedError,
     NoMemoryNowError,
@@ -44,25 +44,21 @@ _ANTHROPIC_KINDS = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# The code that clients see for each error class; the first class that fits counts.
-_CODES: tuple[tuple[type[SlipstreamError], str], ...] = (
-    (UnknownModelError, "model_not_found"),
-    (NoResidentModelError, "no_resident_model"),
-    (ModelFailedError, "model_failed"),
-    (NoMemoryNowError, "no_memory_now"),
-    (RouterClosedError, "draining"),
-    (BusyError, "queue_full"),
-    (StaleEpochError, "stale_epoch"),
-    (EngineFailedError, "engine_failed"),
-    (DeadlineError, "deadline"),
-)
-# The status of errors that have no status of their own; any other error is the server's fault and becomes a 500.
-_STATUSES: tuple[tuple[type[SlipstreamError], int], ...] = (
-    (BusyError, 429),
-    (StaleEpochError, 409),
-    (EngineFailedError, 503),
-    (ConfigError, 400),
-    (RequestError, 400),
+# The status and the code that clients see for each error class; the first class that fits counts. Any other error is
+# the server's fault and becomes a 500.
+_KNOWN: tuple[tuple[type[SlipstreamError], int, str | None], ...] = (
+    (UnknownModelError, 404, "model_not_found"),
+    (NoResidentModelError, 400, "no_resident_model"),
+    (ModelFailedError, 503, "model_failed"),
+    (NoMemoryNowError, 503, "no_memory_now"),
+    (RouterClosedError, 503, "draining"),
+    (BusyError, 429, "queue_full"),
+    (StaleEpochError, 409, "stale_epoch"),
+    (EngineFailedError, 503, "engine_failed"),
+    (DeadlineError, 504, "deadline"),
+    (ConfigError, 400, None),
+    (RequestError, 400, None),
+    (SlipstreamError, 500, None),
 )
 
 
@@ -114,8 +110,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _from_ours(error: SlipstreamError) -> ApiError:
-    status: int = getattr(error, "status", 0) or next((s for kind, s in _STATUSES if isinstance(error, kind)), 500)
-    code = next((name for kind, name in _CODES if isinstance(error, kind)), None)
+    status, code = next((status, code) for kind, status, code in _KNOWN if isinstance(error, kind))
     if isinstance(error, RequestError) and "the context holds" in error.message:
         code = "context_length_exceeded"
     headers = {}

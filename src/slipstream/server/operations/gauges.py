@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,45 +15,42 @@ from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.server.serving.router import ModelRouter
-    from slipstream.server.serving.worker import WorkerSnapshot
-
-Sample = tuple[list[str], float]
 
 
 class Gauges(Collector):
     """Reads the router, its engines and the canaries when Prometheus asks; only the event loop's thread may call it."""
 
-    def __init__(self, canaries: CanaryBoard, router: Callable[[], ModelRouter | None]) -> None:
+    def __init__(self, canaries: CanaryBoard) -> None:
         self._canaries = canaries
-        self._router = router
+        self.router: ModelRouter | None = None  # without a router there are no models and engines to show
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("build_info", "Always 1; the version is the label", ["version"], [([__version__], 1)])
+        yield _family("build_info", "Always 1; the version is the label", ["version"], [([__version__], 1)])
         yield from self._canary_metrics()
-        router = self._router()
-        if router is not None:
-            yield from _engine_metrics(router)
-            yield from _model_metrics(router)
+        if self.router is not None:
+            yield from _engine_metrics(self.router)
+            yield from _model_metrics(self.router)
 
     def _canary_metrics(self) -> Iterator[Metric]:
-        reports, model = self._canaries.reports(), ["model"]
-        yield _gauge(
+        reports = self._canaries.reports()
+        yield _family(
             "canary_ratio",
             "Accepted tokens over those the drafter's expected_tau makes due, of late",
-            model,
+            ["model"],
             (([name], report.ratio) for name, report in reports.items() if report.ratio is not None),
         )
-        yield _gauge(
+        yield _family(
             "canary_warning",
             "1 while acceptance stays below what the drafter promises",
-            model,
+            ["model"],
             (([name], report.state == "warning") for name, report in reports.items()),
         )
-        yield _counter(
+        yield _family(
             "canary_warnings",
             "How often a model began to stay below its promise",
-            model,
-            (([name], count) for name, count in self._canaries.warnings().items()),
+            ["model"],
+            (([name], count) for name, count in self._canaries.warnings.items()),
+            CounterMetricFamily,
         )
 
 
@@ -67,43 +64,36 @@ def _engine_metrics(router: ModelRouter) -> Iterator[Metric]:
     }
     totals: dict[str, Counter[str]] = {name: Counter() for name in about}
     for resident in router.residents():
+        seen = resident.worker.snapshot()
+        paused = sum(slot.paused for slot in seen.slots)
+        yielded = sum(slot.phase == "yielded" for slot in seen.slots)
+        running = len(seen.slots) - paused - yielded
+        values = running, seen.waiting + yielded, paused, seen.pages_used, seen.pages_total
         # While a model is being replaced, two residents have its name.
-        for name, value in _engine_numbers(resident.worker.snapshot()).items():
-            totals[name][resident.name] += value
+        for total, value in zip(totals.values(), values, strict=True):
+            total[resident.name] += value
     for name, text in about.items():
-        yield _gauge(name, text, ["model"], (([model], value) for model, value in totals[name].items()))
-
-
-def _engine_numbers(seen: WorkerSnapshot) -> dict[str, int]:
-    paused = sum(slot.paused for slot in seen.slots)
-    yielded = sum(slot.phase == "yielded" for slot in seen.slots)
-    return {
-        "requests_running": len(seen.slots) - paused - yielded,
-        "requests_waiting": seen.waiting + yielded,
-        "requests_paused": paused,
-        "pages_used": seen.pages_used,
-        "pages_total": seen.pages_total,
-    }
+        yield _family(name, text, ["model"], (([model], value) for model, value in totals[name].items()))
 
 
 def _model_metrics(router: ModelRouter) -> Iterator[Metric]:
     models = router.describe()
-    yield _gauge(
+    yield _family(
         "models",
         "Models by state",
         ["state"],
         (([state], sum(model.state == state for model in models)) for state in get_args(State)),
     )
-    yield _gauge(
+    yield _family(
         "model_state",
         "1 for the state a model is in",
         ["model", "state"],
         (([model.name, state], model.state == state) for model in models for state in get_args(State)),
     )
-    yield _gauge(
+    yield _family(
         "model_memory_bytes", "Weights and cache of a model", ["model"], (([m.name], m.memory_bytes) for m in models)
     )
-    yield _gauge(
+    yield _family(
         "model_last_used_seconds",
         "When a model was used last, in seconds since 1970; 0: never",
         ["model"],
@@ -111,15 +101,14 @@ def _model_metrics(router: ModelRouter) -> Iterator[Metric]:
     )
 
 
-def _gauge(name: str, about: str, labels: list[str], samples: Iterable[Sample]) -> Metric:
-    family = GaugeMetricFamily(f"slipstream_{name}", about, labels=labels)
-    for values, number in samples:
-        family.add_metric(values, float(number))
-    return family
-
-
-def _counter(name: str, about: str, labels: list[str], samples: Iterable[Sample]) -> Metric:
-    family = CounterMetricFamily(f"slipstream_{name}", about, labels=labels)
+def _family(
+    name: str,
+    about: str,
+    labels: list[str],
+    samples: Iterable[tuple[list[str], float]],
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    family = kind(f"slipstream_{name}", about, labels=labels)
     for values, number in samples:
         family.add_metric(values, float(number))
     return family

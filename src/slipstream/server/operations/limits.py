@@ -6,21 +6,14 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import math
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.server.operations.bodies import hand_on
 from slipstream.server.operations.errors_http import ApiError, error_response
-from slipstream.server.operations.server_state import LOOPBACK, ServerState
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+from slipstream.server.operations.server_state import LOOPBACK, RETRY_AFTER_S, ServerState
 
 # These paths need no key: the page must load before a key can be typed into it, and monitoring must work without one.
 OPEN_PATHS = frozenset({"/", "/favicon.ico", "/health", "/docs", "/openapi.json"})
@@ -39,7 +32,7 @@ HELD_BYTES = 64 << 20
 class Gatekeeper:
     """Refuses requests that must not reach any API; all other requests pass unchanged."""
 
-    def __init__(self, app: AsgiApp, state: ServerState, held_bytes: int = HELD_BYTES) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, held_bytes: int = HELD_BYTES) -> None:
         """`held_bytes` bounds the large bodies that arrive together; two bodies of the largest size always fit."""
         self._app = app
         self._state = state
@@ -47,13 +40,15 @@ class Gatekeeper:
         named = (state.settings.host, socket.gethostname(), *state.settings.allowed_hosts)
         self._hosts = {name.lower() for name in named}
         self._turn = asyncio.Lock()  # held while a large body is parsed
-        self._held = _Held(max(held_bytes, 2 * state.settings.max_body_bytes))
+        self.stall_s = state.settings.stall_s
+        self.held_limit = max(held_bytes, 2 * state.settings.max_body_bytes)
+        self.held = 0  # bytes of large bodies that are arriving or being parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arriving = _Arriving(receive, self._state.settings.stall_s, self._held)
+        arriving = _Arriving(receive, self)
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             _check_framing(headers)
@@ -135,13 +130,12 @@ class Gatekeeper:
 
     def _check_phase(self) -> None:
         if self._state.phase == "draining":
-            wait = max(1, math.ceil(self._state.settings.retry_after_s))
             raise ApiError(
                 503,
                 "the server is shutting down",
                 "ask another one, or this one once it is back",
                 kind="server_error",
-                headers={"Retry-After": str(wait)},
+                headers={"Retry-After": str(RETRY_AFTER_S)},
                 code="draining",
             )
 
@@ -173,21 +167,12 @@ class Gatekeeper:
         return bytes(body)
 
 
-class _Held:
-    """How many bytes of large bodies are arriving or being parsed, and how many may be."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.count = 0
-
-
 class _Arriving:
     """A body while it arrives; the bytes of a large body count as held until `let_go`."""
 
-    def __init__(self, receive: Receive, stall_s: float, held: _Held) -> None:
+    def __init__(self, receive: Receive, gate: Gatekeeper) -> None:
         self._receive = receive
-        self._stall_s = stall_s
-        self._held = held
+        self._gate = gate
         self._size = 0
         self._counted = 0
         self.complete = False
@@ -199,12 +184,12 @@ class _Arriving:
 
     async def _take(self) -> bytes:
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(self._gate.stall_s):
                 message = await self._receive()
         except TimeoutError:
             self.complete = True
             raise ApiError(
-                408, f"nothing of the body came for {self._stall_s:g} seconds", headers={"Connection": "close"}
+                408, f"nothing of the body came for {self._gate.stall_s:g} seconds", headers={"Connection": "close"}
             ) from None
         if message["type"] == "http.disconnect":
             self.complete = True
@@ -216,7 +201,7 @@ class _Arriving:
     def _count(self, more: int) -> None:
         self._size += more
         counted = self._size if self._size > _SMALL_BYTES else 0
-        if self._held.count + counted - self._counted > self._held.limit:
+        if self._gate.held + counted - self._counted > self._gate.held_limit:
             raise ApiError(
                 503,
                 "too many large bodies arrive at the same time",
@@ -225,11 +210,11 @@ class _Arriving:
                 code="bodies_busy",
                 headers={"Retry-After": "1", "Connection": "close"},
             )
-        self._held.count += counted - self._counted
+        self._gate.held += counted - self._counted
         self._counted = counted
 
     def let_go(self) -> None:
-        self._held.count -= self._counted
+        self._gate.held -= self._counted
         self._counted = 0
 
     async def discard_rest(self) -> None:

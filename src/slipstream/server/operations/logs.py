@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -204,12 +204,10 @@ class RequestLogMiddleware:
 
 def _start_line(scope: Scope) -> dict[str, object]:
     client = scope.get("client")
-    state: MutableMapping[str, Any] = scope.setdefault("state", {})
-    state["request_id"] = f"req-{uuid4().hex[:16]}"
     path = str(scope.get("path", ""))
     return {
         "event": "request",
-        "id": state["request_id"],
+        "id": f"req-{uuid4().hex[:16]}",
         "method": scope.get("method", ""),
         "path": path if len(path) <= _SHOWN_PATH else f"{path[:_SHOWN_PATH]}...",
         "client": f"{client[0]}:{client[1]}" if client else "",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
-from slipstream.server.operations.canary import CanaryBoard, CanaryRules
+from slipstream.server.operations.canary import CanaryBoard
 from slipstream.server.operations.gauges import Gauges
 from slipstream.server.serving.jobs import Answer
 from slipstream.stats import RequestStats
@@ -26,110 +26,110 @@ _SHORT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256,
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
+# What each counter counts, and the labels of its series.
+_COUNTERS: dict[str, tuple[str, ...]] = {
+    "requests": ("Generations that ended, by how", "model", "api", "outcome"),
+    "refused": ("Requests answered with an error instead of a generation", "reason"),
+    "prompt_tokens": ("Tokens of prompts, cached ones included", "model"),
+    "prefix_cache_tokens": ("Tokens of prompts found in the prefix cache", "model"),
+    "prefix_cache_hits": ("Requests that found part of their prompt in the cache", "model"),
+    "generated_tokens": ("Tokens generated", "model"),
+    "steps": ("Decoding steps of all requests", "model"),
+    "drafted_steps": ("Decoding steps that verified a draft", "model", "draft_lora"),
+    "drafted_tokens": ("Tokens drafted and verified", "model", "draft_lora"),
+    "accepted_tokens": ("Drafted tokens that were accepted", "model", "draft_lora"),
+    "accepted_tokens_by_source": ("Accepted tokens by what had drafted them: drafter or text", "model", "source"),
+    "verified_at_position": ("Steps that drafted this deep", "model", "position"),
+    "accepted_at_position": ("Steps that accepted this deep", "model", "position"),
+    "bad_drafts": ("Drafts thrown away because they were not finite", "model"),
+    "policy_choices": (
+        "What steps verified: plain, or a shape with its rows rounded up to a power of two",
+        "model",
+        "choice",
+    ),
+    "engine_failures": ("Engines that died", "model"),
+}
+# What each histogram measures, the bounds of its buckets, and the labels of its series.
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], tuple[str, ...]]] = {
+    "time_to_first_token_seconds": ("From arrival to the first token", _LONG, ("model",)),
+    "time_per_token_seconds": ("Decoding time per token after the first, a request's average", _SHORT, ("model",)),
+    "step_seconds": ("Decoding time per step, a request's average", _SHORT, ("model",)),
+    "request_seconds": ("From arrival to the last token", _LONG, ("model", "api")),
+}
+
+
 class Metrics:
     """Takes in finished answers and refusals; `render` returns the text that Prometheus reads."""
 
-    def __init__(self, canary_rules: CanaryRules | None = None) -> None:
-        self.registry = CollectorRegistry()
-        self.canaries = CanaryBoard(canary_rules)
-        self._router: ModelRouter | None = None
-        self._make_counters()
-        self._make_histograms()
-        self.registry.register(Gauges(self.canaries, lambda: self._router))
-        ProcessCollector(registry=self.registry)
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.canaries = CanaryBoard()
+        self._counters = {
+            name: Counter(f"slipstream_{name}", about, labels, registry=registry)
+            for name, (about, *labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(f"slipstream_{name}", about, labels, registry=registry, buckets=buckets)
+            for name, (about, buckets, labels) in _HISTOGRAMS.items()
+        }
+        self._gauges = Gauges(self.canaries)
+        registry.register(self._gauges)
+        ProcessCollector(registry=registry)
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(f"slipstream_{name}", about, labels, registry=self.registry)
-
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"slipstream_{name}", about, labels, registry=self.registry, buckets=buckets)
-
-    def _make_counters(self) -> None:
-        counter = self._counter
-        self._requests = counter("requests", "Generations that ended, by how", "model", "api", "outcome")
-        self._refused = counter("refused", "Requests answered with an error instead of a generation", "reason")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts, cached ones included", "model")
-        self._cached = counter("prefix_cache_tokens", "Tokens of prompts found in the prefix cache", "model")
-        self._hits = counter("prefix_cache_hits", "Requests that found part of their prompt in the cache", "model")
-        self._generated = counter("generated_tokens", "Tokens generated", "model")
-        self._steps = counter("steps", "Decoding steps of all requests", "model")
-        variant = ("model", "draft_lora")
-        self._drafted_steps = counter("drafted_steps", "Decoding steps that verified a draft", *variant)
-        self._drafted = counter("drafted_tokens", "Tokens drafted and verified", *variant)
-        self._accepted = counter("accepted_tokens", "Drafted tokens that were accepted", *variant)
-        self._by_source = counter(
-            "accepted_tokens_by_source", "Accepted tokens by what had drafted them: drafter or text", "model", "source"
-        )
-        self._verified_at = counter("verified_at_position", "Steps that drafted this deep", "model", "position")
-        self._accepted_at = counter("accepted_at_position", "Steps that accepted this deep", "model", "position")
-        self._bad_drafts = counter("bad_drafts", "Drafts thrown away because they were not finite", "model")
-        self._choices = counter(
-            "policy_choices",
-            "What steps verified: plain, or a shape with its rows rounded up to a power of two",
-            "model",
-            "choice",
-        )
-        self._failures = counter("engine_failures", "Engines that died", "model")
-
-    def _make_histograms(self) -> None:
-        histogram = self._histogram
-        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", _LONG, "model")
-        self._per_token = histogram(
-            "time_per_token_seconds", "Decoding time per token after the first, a request's average", _SHORT, "model"
-        )
-        self._per_step = histogram("step_seconds", "Decoding time per step, a request's average", _SHORT, "model")
-        self._duration = histogram("request_seconds", "From arrival to the last token", _LONG, "model", "api")
+    def _count(self, name: str, amount: float, *labels: str) -> None:
+        self._counters[name].labels(*labels).inc(amount)
 
     def watch(self, router: ModelRouter) -> None:
         """Makes the gauges show this router's models and engines, and counts its engines that fail."""
-        self._router = router
-        router.on_engine_failed = lambda model: self._failures.labels(model).inc()
+        self._gauges.router = router
+        router.on_engine_failed = lambda model: self._count("engine_failures", 1, model)
 
-    def answered(self, answer: Answer, model: str, api: str = "") -> None:
+    def answered(self, answer: Answer, api: str = "") -> None:
         """Counts a generation that is over, however it ended."""
-        stats = answer.stats
-        self._requests.labels(model, api, answer.finish_reason or "unfinished").inc()
-        self._count_tokens(stats, model)
+        stats, model = answer.stats, answer.model
+        self._count("requests", 1, model, api, answer.finish_reason or "unfinished")
+        self._count("prompt_tokens", stats.prompt_tokens, model)
+        self._count("prefix_cache_tokens", stats.cached_tokens, model)
+        self._count("prefix_cache_hits", stats.cached_tokens > 0, model)
+        self._count("generated_tokens", stats.completion_tokens, model)
+        self._count("steps", stats.steps, model)
+        self._count("bad_drafts", stats.bad_drafts, model)
         self._count_speculation(stats, model)
-        if stats.ttft_ms:
-            self._ttft.labels(model).observe(stats.ttft_ms / 1e3)
-            self._duration.labels(model, api).observe((stats.ttft_ms + stats.decode_ms) / 1e3)
-        if stats.committed:
-            self._per_token.labels(model).observe(stats.decode_ms / 1e3 / stats.committed)
-        if stats.steps:
-            self._per_step.labels(model).observe(stats.decode_ms / 1e3 / stats.steps)
 
-    def _count_tokens(self, stats: RequestStats, model: str) -> None:
-        self._prompt.labels(model).inc(stats.prompt_tokens)
-        self._cached.labels(model).inc(stats.cached_tokens)
-        self._hits.labels(model).inc(stats.cached_tokens > 0)
-        self._generated.labels(model).inc(stats.completion_tokens)
+        def observe(name: str, milliseconds: float, *labels: str) -> None:
+            self._histograms[name].labels(*labels).observe(milliseconds / 1e3)
+
+        if stats.ttft_ms:
+            observe("time_to_first_token_seconds", stats.ttft_ms, model)
+            observe("request_seconds", stats.ttft_ms + stats.decode_ms, model, api)
+        if stats.committed:
+            observe("time_per_token_seconds", stats.decode_ms / stats.committed, model)
+        if stats.steps:
+            observe("step_seconds", stats.decode_ms / stats.steps, model)
 
     def _count_speculation(self, stats: RequestStats, model: str) -> None:
-        self._steps.labels(model).inc(stats.steps)
         if stats.draft_lora is not None or stats.drafted:
             variant = stats.draft_lora or ""  # text alone has no variants
-            self._drafted_steps.labels(model, variant).inc(stats.verified_at[0] if stats.verified_at else 0)
-            self._drafted.labels(model, variant).inc(stats.drafted)
-            self._accepted.labels(model, variant).inc(stats.accepted)
+            self._count("drafted_steps", stats.verified_at[0] if stats.verified_at else 0, model, variant)
+            self._count("drafted_tokens", stats.drafted, model, variant)
+            self._count("accepted_tokens", stats.accepted, model, variant)
             for source, count in stats.accepted_by_source.items():
-                self._by_source.labels(model, source).inc(count)
-        self._bad_drafts.labels(model).inc(stats.bad_drafts)
+                self._count("accepted_tokens_by_source", count, model, source)
         for slot, (verified, accepted) in enumerate(zip(stats.verified_at, stats.accepted_at, strict=True), start=1):
-            self._verified_at.labels(model, str(slot)).inc(verified)
-            self._accepted_at.labels(model, str(slot)).inc(accepted)
+            self._count("verified_at_position", verified, model, str(slot))
+            self._count("accepted_at_position", accepted, model, str(slot))
         for choice, count in stats.policy.choices.items():
-            self._choices.labels(model, rounded_choice(choice)).inc(count)
+            self._count("policy_choices", count, model, rounded_choice(choice))
 
     def forget_variant(self, model: str, name: str) -> None:
         """Removes the series of a draft variant that was removed, because series without an end would pile up."""
-        for counter in (self._drafted_steps, self._drafted, self._accepted):
+        for counter in ("drafted_steps", "drafted_tokens", "accepted_tokens"):
             with suppress(KeyError):
-                counter.remove(model, name)
+                self._counters[counter].remove(model, name)
 
     def refused(self, reason: str) -> None:
         """Counts a request that got an error; the reason is an error code of this server, never a client's text."""
-        self._refused.labels(reason).inc()
+        self._count("refused", 1, reason)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -14,9 +14,10 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from slipstream.errors import ConfigError
@@ -28,14 +29,6 @@ FORMAT_VERSION = 1
 ROTATE_BYTES = 64 * 2**20  # a file that would become larger is followed by the next one
 QUEUE_LENGTH = 1000  # conversations that wait for the disk; further ones are dropped, so that memory stays bounded
 _FILE_NAME = re.compile(r"conversations-(\d{6})\.jsonl")
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    time: datetime
-    job: Job
-    answer: Answer
-    request_id: str
 
 
 class Recorder:
@@ -50,7 +43,7 @@ class Recorder:
         self.written = 0
         self.dropped = 0
         self._rotate_bytes = rotate_bytes
-        self._queue: queue.Queue[_Item | None] = queue.Queue(queue_length)
+        self._queue: queue.Queue[Callable[[], dict[str, object]] | None] = queue.Queue(queue_length)
         self._thread: threading.Thread | None = None
         self._file: io.FileIO | None = None  # None: the next line opens the file
         self._number = 0
@@ -86,7 +79,7 @@ class Recorder:
         if self._thread is None or answer.finish_reason in (None, "error"):
             return
         try:
-            self._queue.put_nowait(_Item(datetime.now(UTC), job, answer, request_id))
+            self._queue.put_nowait(partial(entry, job, answer, request_id, datetime.now(UTC)))
         except queue.Full:
             self._lose("the disk is too slow for recording")
 
@@ -102,11 +95,9 @@ class Recorder:
         thread.join(timeout_s)
 
     def _write_all(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (conversation := self._queue.get()) is not None:
             try:
-                line = json.dumps(
-                    entry(item.job, item.answer, item.request_id, item.time), ensure_ascii=False, default=str
-                )
+                line = json.dumps(conversation(), ensure_ascii=False, default=str)
                 self._write(line.encode("utf-8", "replace") + b"\n")
                 self.written += 1
             except OSError as error:

@@ -20,6 +20,7 @@ KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_JSON_DEPTH = 128  # levels of nesting in a body; deeper values could overflow the stack of code that walks them
 MAX_CHOICES = 64  # answers to one HTTP request, of all its prompts together; each is a request of the engine
+RETRY_AFTER_S = 5  # for requests refused while the server drains, and for /health while it is not ready
 MIN_BODY_BYTES_PER_S = 64 << 10  # half a megabit per second; a slower client would hold memory that others need
 
 
@@ -38,8 +39,6 @@ class ServerSettings:
     grace_s: float = 30.0  # how long running requests may go on after the server was asked to end
     keep_alive_s: float = 5.0  # silence on a stream after which a comment is sent
     stall_s: float = 60.0  # how long a client may pause while it sends a body or reads a response
-    # the Retry-After of requests refused while the server drains, and of /health while it is not ready
-    retry_after_s: float = 5.0
     log_prompts: bool = False
     draft_lora_folder: Path | None = None  # the folder of adapters that clients may load; None allows none
 
@@ -85,8 +84,7 @@ class ServerSettings:
 
     def deadline(self, asked_s: float | None) -> float | None:
         """The seconds that a request may take: what it asked for, but never more than the server allows."""
-        limits = [limit for limit in (asked_s, self.timeout_s) if limit is not None]
-        return min(limits) if limits else None
+        return min((limit for limit in (asked_s, self.timeout_s) if limit is not None), default=None)
 
 
 def read_api_keys(given: Sequence[str], file: Path | None, environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -5,52 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.logs import note, note_answer
 from slipstream.server.operations.server_state import ServerState
-from slipstream.server.serving.generation import DeadlineError, Generation, start
-from slipstream.server.serving.jobs import Answer, Job
+from slipstream.server.serving.generation import Generation, start
+from slipstream.server.serving.jobs import DeadlineError, Job
 from slipstream.types import BASE_VARIANT
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
-    from slipstream.text.tokenizer import Tokenizer
 
 
 # The field that limits the length of an answer, for each API that does not call it max_tokens; errors name it.
 _LENGTH_FIELDS = {"responses": "max_output_tokens"}
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A generation and the tokenizer of its model, which APIs need even after the model has been released."""
-
-    generation: Generation
-    tokenizer: Tokenizer
-
-    @property
-    def answer(self) -> Answer:
-        return self.generation.answer
-
-    def raise_failure(self) -> None:
-        """Raises the error that kept an ended answer from being complete, if there is one."""
-        if self.generation.failure is not None:
-            raise self.generation.failure
-        if self.answer.finish_reason == "cancelled":
-            raise ApiError(
-                503,
-                "the server ended this request before its answer was complete",
-                "ask again",
-                kind="server_error",
-                code="cancelled",
-            )
-
-
 @asynccontextmanager
-async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Running]:
+async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Generation]:
     """Runs a job; leaving the block early cancels it. However the generation ends, `report` is called for it."""
     clock = asyncio.get_running_loop().time
     began = clock()
@@ -60,17 +34,15 @@ async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Run
     except TimeoutError:
         raise DeadlineError("the request's time was up before its model was loaded", "allow more time") from None
     try:
-        _check_length(job, lease.llm, _LENGTH_FIELDS.get(api, "max_tokens"))
-        _check_variant(job, lease.llm)
+        _check(job, lease.llm, _LENGTH_FIELDS.get(api, "max_tokens"))
     except ApiError:
         lease.release()
         raise
     if job.deadline_s is not None:
         job = replace(job, deadline_s=max(0.0, job.deadline_s - (clock() - began)))
-    tokenizer = lease.llm.tokenizer
     generation = await start(lease, job)
     try:
-        yield Running(generation, tokenizer)
+        yield generation
     finally:
         try:
             await generation.aclose()
@@ -78,26 +50,24 @@ async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Run
             report(state, api, job, generation)
 
 
-def _check_length(job: Job, llm: LLM, field: str) -> None:
-    """Refuses a length that the context cannot hold, because the engine would write less without saying so."""
-    asked = job.settings.get("max_tokens")
-    if isinstance(asked, int) and asked > llm.max_context:
+def _check(job: Job, llm: LLM, field: str) -> None:
+    """Refuses a length that the context cannot hold, and an unknown draft variant.
+
+    The engine would write less without saying so, and its refusal of a variant would not name the field.
+    """
+    length, variant, known = job.settings.get("max_tokens"), job.settings.get("draft_lora"), llm.draft_variants
+    if isinstance(length, int) and length > llm.max_context:
         raise ApiError(
             400,
-            f"{field} is {asked}, but the context holds {llm.max_context} tokens",
+            f"{field} is {length}, but the context holds {llm.max_context} tokens",
             "ask for fewer",
             param=field,
             code="context_length_exceeded",
         )
-
-
-def _check_variant(job: Job, llm: LLM) -> None:
-    """Refuses an unknown draft variant here, because the engine's refusal would not name the field."""
-    asked, known = job.settings.get("draft_lora"), llm.draft_variants
-    if asked is not None and asked not in (BASE_VARIANT, *known):
+    if variant is not None and variant not in (BASE_VARIANT, *known):
         raise ApiError(
             400,
-            f"unknown draft variant '{asked}'",
+            f"unknown draft variant '{variant}'",
             f"known: {', '.join(known)}" if known else "this model has no drafter to have variants",
             param="draft_lora",
             code="draft_lora_not_found",
@@ -110,7 +80,7 @@ def report(state: ServerState, api: str, job: Job, generation: Generation) -> No
     It must run in a task of the HTTP request, because the request's log line is a context variable of that task.
     """
     answer = generation.answer
-    state.metrics.answered(answer, answer.model, api)
+    state.metrics.answered(answer, api)
     if generation.promise is not None:
         state.metrics.canaries.observe(
             answer.model, generation.promise, generation.request, answer.stats, job.prompt_class

@@ -45,13 +45,10 @@ class Catalogue:
 
     def find(self, name: str) -> Entry:
         """What a name stands for; `any` is the model that was used last."""
-        if name == ANY:
-            return self._last_used()
-        if name not in self._entries:
-            raise unknown_model(name, self.names)
-        return self._entries[name]
-
-    def _last_used(self) -> Entry:
+        if name != ANY:
+            if name not in self._entries:
+                raise unknown_model(name, self.names)
+            return self._entries[name]
         resident = [entry for entry in self if entry.state in _ANY_ORDER]
         if not resident:
             raise NoResidentModelError(

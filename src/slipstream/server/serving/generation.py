@@ -7,18 +7,17 @@ import contextlib
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import EngineFailedError, SlipstreamError
 from slipstream.server.operations.canary import promise_of
-from slipstream.server.serving.jobs import Answer, AnswerDelta, Job, ToolCall
+from slipstream.server.operations.errors_http import ApiError
+from slipstream.server.serving.jobs import Answer, AnswerDelta, DeadlineError, Job, ToolCall
 from slipstream.server.serving.parsing import Piece, Splitter
 from slipstream.server.serving.preparing import prompt_chars
 from slipstream.server.serving.prompts import Prompt, build_prompt, constraint_of
-from slipstream.stats import RequestStats
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import FinishReason, GenEvent, Request, StepRecord, Thinking, TokenOut
 
@@ -31,18 +30,6 @@ DEFAULT_MAX_TOKENS = 1024
 # How long a cancelled generation waits for the engine's last event. With a shorter wait, a slow engine would cost the
 # request its last tokens and its numbers; with a longer one, a hanging engine would hold the client's connection.
 LAST_EVENT_WAIT_S = 5.0
-
-
-class DeadlineError(SlipstreamError):
-    """The request took longer than it was allowed to."""
-
-    status = 504
-
-
-class GenerationError(SlipstreamError):
-    """The engine ended the answer with an error that the request did not cause."""
-
-    status = 500
 
 
 async def start(lease: Lease, job: Job) -> Generation:
@@ -85,6 +72,7 @@ class Generation:
         self.request = request
         self.prompt_tokens = len(prompt.ids)
         self.promise = promise_of(llm)
+        self.tokenizer = llm.tokenizer  # APIs need it even after the model has been released
         self.failure: SlipstreamError | None = None  # why the answer ended with an error
         plain = request.mode.kind == "plain"
         self.answer = Answer(lease.name, str(request.mode), None if plain else llm.draft_label)
@@ -92,7 +80,8 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._deltas: deque[AnswerDelta] = deque()
         self._news = asyncio.Event()
-        self._mailbox = _Mailbox(self._loop, self._take)
+        self._arriving: list[GenEvent] = []  # events on their way from the engine's thread
+        self._arriving_lock = threading.Lock()
         self._assembly = _Assembly(self.answer, job, prompt, llm.tokenizer, request)
         self._ending: FinishReason | None = None  # the reason to report if this server cancelled the request
         self._timers: list[asyncio.TimerHandle] = []
@@ -108,7 +97,7 @@ class Generation:
     def submit(self, deadline: float | None) -> None:
         """Queues the request; `deadline` is a time of the event loop's clock."""
         assert self._lease is not None
-        self._lease.worker.submit(self.request, self._mailbox.put)
+        self._lease.worker.submit(self.request, self._put)
         if deadline is not None:
             self._timers.append(self._loop.call_at(deadline, self._expire))
 
@@ -119,53 +108,78 @@ class Generation:
         while not self._deltas:
             if self.over:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            await self._wait_for_news()
         return self._deltas.popleft()
 
+    async def _wait_for_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
     async def finish(self) -> Answer:
-        """Waits for the end and returns the whole answer; an answer that failed raises its error."""
-        while not self.over:
-            self._deltas.clear()
-            self._news.clear()
-            await self._news.wait()
+        """Waits for the end and returns the whole answer; one that is not complete raises the reason."""
+        async for _ in self:
+            pass
+        self.raise_failure()
+        return self.answer
+
+    def raise_failure(self) -> None:
+        """Raises the error that kept an ended answer from being complete, if there is one."""
         if self.failure is not None:
             raise self.failure
-        return self.answer
+        if self.answer.finish_reason == "cancelled":
+            raise ApiError(
+                503,
+                "the server ended this request before its answer was complete",
+                "ask again",
+                kind="server_error",
+                code="cancelled",
+            )
 
     async def aclose(self) -> None:
         """Cancels the request if it still runs, and waits until the engine has ended it."""
         if self.over:
             return
         self._stop("cancelled")
-        # If this wait is cancelled, `_take` or `_give_up` still ends the answer and releases the lease.
+        # If this wait is cancelled, the request's last event still ends the answer and releases the lease.
         while not self.over:
-            self._news.clear()
-            await self._news.wait()
+            await self._wait_for_news()
 
     def _stop(self, meaning: FinishReason) -> None:
         if self._ending is not None or self._lease is None:
             return
         self._ending = meaning
         self._lease.worker.cancel(self.request.id)
-        self._timers.append(self._loop.call_later(LAST_EVENT_WAIT_S, self._give_up, meaning))
+        last = GenEvent(self.request.id, [], "", meaning)  # in case the engine sends none in time
+        self._timers.append(self._loop.call_later(LAST_EVENT_WAIT_S, self._put, last))
 
     def _expire(self) -> None:
         if self._ending is None and not self.over:
             self.failure = DeadlineError("the request's time is up", "ask for less, or allow more time")
             self._stop("error")
 
-    def _take(self, events: Sequence[GenEvent]) -> None:
-        """Takes events in on the event loop."""
+    def _put(self, event: GenEvent) -> None:
+        """Carries an event from the engine's thread to the event loop; events that wait are delivered together."""
+        with self._arriving_lock:
+            first = not self._arriving
+            self._arriving.append(event)
+        if first:
+            # A closed event loop has no reader left, and its error must not reach the engine's thread.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        with self._arriving_lock:
+            events, self._arriving = self._arriving, []
         for event in events:
             if self.over:
-                return
+                break
             self._deltas += self._assembly.add(event)
             if event.finish_reason is not None:
-                self._last(event)
+                self._end(event)
         self._news.set()
 
-    def _last(self, event: GenEvent) -> None:
+    def _end(self, event: GenEvent) -> None:
+        assert self._lease is not None, "an answer ends once"
         reason = event.finish_reason
         if reason == "cancelled" and self._ending is not None:
             reason = self._ending
@@ -173,18 +187,9 @@ class Generation:
             self.failure = None  # the answer was complete before the cancellation reached the engine
         if reason == "error" and self.failure is None:
             said = event.error or "the engine gave no reason"
-            alive = self._lease is not None and self._lease.worker.alive
-            self.failure = GenerationError(said) if alive else EngineFailedError(said)
-        self._end(reason, event.stats)
-
-    def _give_up(self, meaning: FinishReason) -> None:
-        self._deltas += self._assembly.finish()
-        self._end(meaning, None)
-
-    def _end(self, reason: FinishReason | None, stats: RequestStats | None) -> None:
-        assert self._lease is not None, "an answer ends once"
-        if stats is not None:
-            self.answer.stats = stats
+            self.failure = SlipstreamError(said) if self._lease.worker.alive else EngineFailedError(said)
+        if event.stats is not None:
+            self.answer.stats = event.stats
         if self.failure is not None:
             self.answer.error = str(self.failure)
         self.answer.finish_reason = reason
@@ -192,31 +197,6 @@ class Generation:
             timer.cancel()
         self._lease.release()
         self._lease = None
-        self._news.set()
-
-
-class _Mailbox:
-    """Carries events from the engine's thread to the event loop; events that wait are delivered together."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Sequence[GenEvent]], None]) -> None:
-        self._loop = loop
-        self._take = take
-        self._lock = threading.Lock()
-        self._events: list[GenEvent] = []
-
-    def put(self, event: GenEvent) -> None:
-        with self._lock:
-            first = not self._events
-            self._events.append(event)
-        if first:
-            # A closed event loop has no reader left, and its error must not reach the engine's thread.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        with self._lock:
-            events, self._events = self._events, []
-        self._take(events)
 
 
 class _Assembly:
@@ -232,8 +212,7 @@ class _Assembly:
         self._step: StepRecord | None = None
 
     def add(self, event: GenEvent) -> list[AnswerDelta]:
-        self._places.add(event.tokens, event.texts)
-        self._places.shown(len(event.text))
+        self._places.add(event)
         self._step = event.step or self._step
         pieces = self._splitter.push(event.text)
         if event.finish_reason is not None:
@@ -243,10 +222,6 @@ class _Assembly:
             if event.finish_reason == "stop" and found:
                 self._answer.stop_sequence = min(found, key=len)
         return [delta for piece in pieces for delta in self._deltas(piece)]
-
-    def finish(self) -> list[AnswerDelta]:
-        """The deltas of text that the splitter still holds when an answer ends early."""
-        return [delta for piece in self._splitter.finish() for delta in self._deltas(piece)]
 
     def _deltas(self, piece: Piece) -> list[AnswerDelta]:
         tokens, texts = self._places.take(piece.end)
@@ -286,15 +261,13 @@ class _TokenPlaces:
         self.unshown = ""  # text of tokens that the engine holds back or has cut off as a stop string
         self._waiting: deque[tuple[int, TokenOut, str]] = deque()
 
-    def add(self, tokens: Sequence[TokenOut], texts: Sequence[str]) -> None:
-        for token, text in zip(tokens, texts, strict=True):
+    def add(self, event: GenEvent) -> None:
+        for token, text in zip(event.tokens, event.texts, strict=True):
             if not self._tokenizer.is_special(token.id):
                 self._waiting.append((self._length, token, text))
                 self._length += len(text)
                 self.unshown += text
-
-    def shown(self, count: int) -> None:
-        self.unshown = self.unshown[count:]
+        self.unshown = self.unshown[len(event.text) :]
 
     def take(self, end: int) -> tuple[list[TokenOut], list[str]]:
         """The tokens that begin before `end` and were not taken yet, and the characters that each brought."""

@@ -6,20 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from slipstream.errors import SlipstreamError
 from slipstream.grammar.notations import Tool, ToolChoice
 from slipstream.stats import RequestStats
-from slipstream.types import FinishReason, StepRecord, TokenOut
+from slipstream.types import Constraint, FinishReason, StepRecord, TokenOut
 
 JsonObject = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFormat:
-    """The form of the whole answer; `schema` is for kind json_schema, `grammar` (Lark syntax) for kind grammar."""
-
-    kind: Literal["json_object", "json_schema", "grammar"]
-    schema: JsonObject | None = None
-    grammar: str | None = None
+class DeadlineError(SlipstreamError):
+    """The request took longer than it was allowed to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,7 @@ class Job:
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tools: bool = True  # if False, the answer ends with its first call
-    format: OutputFormat | None = None
+    format: Constraint | None = None  # the form of the whole answer
     template_kwargs: Mapping[str, object] = field(default_factory=dict)  # for the chat template: enable_thinking, ...
     thinking_budget: int | None = None  # tokens of reasoning after which the engine writes the end tag
     priority: int = 0  # requests with larger values are served first
@@ -91,7 +87,6 @@ class Answer:
     def timings(self) -> dict[str, object]:
         """The extension that every API's response carries: where the time went and what speculation did."""
         stats = self.stats
-        per_position = stats.to_json()["accepted_per_position"]
         return {
             "prompt_n": stats.prompt_tokens - stats.cached_tokens,
             "prompt_ms": round(stats.ttft_ms, 3),
@@ -103,7 +98,7 @@ class Answer:
             "draft_n_accepted": stats.accepted,
             "accepted_by_source": stats.accepted_by_source,
             "tau": round(stats.tau, 4),
-            "accepted_per_position": per_position,
+            "accepted_per_position": stats.to_json()["accepted_per_position"],
             "mode": self.mode,
             "draft": self.draft,
             "draft_lora": stats.draft_lora,

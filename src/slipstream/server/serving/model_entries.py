@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.errors import BusyError, SlipstreamError
@@ -27,31 +26,21 @@ State = Literal["unloaded", "loading", "ready", "sleeping", "failed"]
 class UnknownModelError(SlipstreamError):
     """The request names a model that this server does not offer."""
 
-    status = 404
-
 
 class NoResidentModelError(SlipstreamError):
     """The request asks for `any`, and no model is in memory or on its way there."""
-
-    status = 400
 
 
 class ModelFailedError(SlipstreamError):
     """The model could not be loaded; the message says why."""
 
-    status = 503
-
 
 class NoMemoryNowError(BusyError):
     """Models with running requests hold the memory that another model needs."""
 
-    status = 503
-
 
 class RouterClosedError(BusyError):
     """The server is shutting down and takes no new requests."""
-
-    status = 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +91,7 @@ class Entry:
         return self.waiting > 0 or (self.resident is not None and self.resident.users > 0)
 
 
-class Lease:
+class Lease(AbstractAsyncContextManager["Lease"]):
     """One request's hold on a model, which stays in memory until the lease is released."""
 
     def __init__(self, entry: Entry, resident: Resident, give_back: Callable[[Entry, Resident], None]) -> None:
@@ -132,18 +121,14 @@ class Lease:
             self._held = False
             self._give_back(self._entry, self._resident)
 
-    async def __aenter__(self) -> Lease:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.release()
 
 
 def describe_entry(entry: Entry) -> ModelInfo:
     resident, spec = entry.resident, entry.spec
-    gone = None if resident is None else resident.missing_file() or _missing_adapter(entry)
+    files = () if resident is None else (*resident.files, *(parse_source(s).path for s in entry.adapters.values()))
+    gone = next((path for path in files if not path.exists()), None)
     draft = resident.llm.draft_label if resident is not None else spec.draft_in_effect
     to_come = [BASE_VARIANT, *entry.adapters] if draft not in (None, SUFFIX) else []
     return ModelInfo(
@@ -162,10 +147,6 @@ def describe_entry(entry: Entry) -> ModelInfo:
         draft_variants=tuple(to_come if resident is None else resident.llm.draft_variants),
         adapters=dict(entry.adapters),
     )
-
-
-def _missing_adapter(entry: Entry) -> Path | None:
-    return next((path for path in (parse_source(s).path for s in entry.adapters.values()) if not path.exists()), None)
 
 
 def unknown_model(name: str, known: list[str]) -> UnknownModelError:

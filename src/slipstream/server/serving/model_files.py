@@ -246,13 +246,11 @@ def _checked(table: Mapping[str, Any], known: Mapping[str, type], where: str) ->
 
 
 def _is_a(value: object, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, bool):
+        return kind is bool
     if kind is list:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return isinstance(value, kind)
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def _parse(path: Path) -> dict[str, Any]:

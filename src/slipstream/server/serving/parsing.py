@@ -7,18 +7,22 @@ them are left out; text in call tags that is not a valid call becomes content.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from slipstream.grammar.notations import CALL_CLOSE, CALL_OPEN
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = " \t\r\n"
-# The parts of a call before its arguments, in order; None stands for the function's name.
-_HEADER = ("{", '"name"', ":", None, ",", '"arguments"', ":")
+# A call in the usual form, up to its arguments. Nothing is tried twice, so that the time is linear in the length.
+_HEADER = re.compile(
+    f"[{_SPACE}]*+".join(("", "{", '"name"', ":", r'("(?:[^"\\]|\\.)*+")', ",", '"arguments"', ":", "(?={)")), re.DOTALL
+)
 
 Kind = Literal["content", "reasoning", "tool_call", "markup"]
-State = Literal["start", "reasoning", "between", "content", "header", "whole", "arguments", "tail"]
+State = Literal["start", "reasoning", "between", "content", "call", "arguments", "tail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,7 @@ class Splitter:
             "reasoning": self._in_reasoning,
             "between": self._skip_space,
             "content": self._in_content,
-            "header": self._in_header,
-            "whole": self._in_whole_call,
+            "call": self._in_call,
             "arguments": self._in_arguments,
             "tail": self._in_tail,
         }
@@ -129,7 +132,7 @@ class Splitter:
         if found >= 0:
             # The white space before a call is left out with it, and it becomes content if the call is not valid.
             self._give("content", len(self._held[:found].rstrip(_SPACE)))
-            self._state = "header"
+            self._state = "call"
             return True
         if self._over:
             self._give("content", len(self._held))
@@ -137,23 +140,15 @@ class Splitter:
             self._give("content", len(_settled(self._held, CALL_OPEN).rstrip(_SPACE)))
         return False
 
-    def _in_header(self) -> bool:
+    def _in_call(self) -> bool:
         """Reads up to the arguments: a call in the usual form begins at once, any other is parsed when complete."""
-        body = self._held.index(CALL_OPEN) + len(CALL_OPEN)
-        header = _read_header(self._held, body)
-        if header == "incomplete" and not self._over:
-            return False
-        if isinstance(header, tuple) and header[0] in self._tools:
-            name, end = header
-            self._calls += 1
-            self._give("tool_call", end, "", begins=name)
-            self._scanner, self._state = _ArgumentScanner(), "arguments"
-        else:
-            self._state = "whole"
-        return True
-
-    def _in_whole_call(self) -> bool:
         start = self._held.index(CALL_OPEN) + len(CALL_OPEN)
+        header = _HEADER.match(self._held, start)
+        if header is not None and (name := _loads(header[1])) in self._tools:
+            self._calls += 1
+            self._give("tool_call", header.end(), "", begins=name)
+            self._scanner, self._state = _ArgumentScanner(), "arguments"
+            return True
         found = self._held.find(CALL_CLOSE, start)
         if found < 0 and not self._over:
             return False
@@ -204,38 +199,25 @@ class _ArgumentScanner:
 
     def take(self, text: str) -> tuple[int, bool]:
         """How many characters certainly belong to the object, and whether the object ends with them."""
-        if not self._broken:
-            for index, letter in enumerate(text):
-                self._feed(letter)
-                if self._broken:
-                    return self._to_the_tag(text, index)
-                if not self._open and not self._in_string:
-                    return index + 1, True
-            return len(text), False
-        return self._to_the_tag(text, 0)
-
-    @staticmethod
-    def _to_the_tag(text: str, start: int) -> tuple[int, bool]:
-        found = text.find(CALL_CLOSE, start)
-        return (found, True) if found >= 0 else (start + len(_settled(text[start:], CALL_CLOSE)), False)
-
-    def _feed(self, letter: str) -> None:
-        if self._in_string:
+        for at, letter in enumerate(text):
+            if self._broken:
+                found = text.find(CALL_CLOSE, at)
+                return (found, True) if found >= 0 else (at + len(_settled(text[at:], CALL_CLOSE)), False)
             if self._escaped:
                 self._escaped = False
             elif letter == "\\":
-                self._escaped = True
+                self._escaped = self._in_string
             elif letter == '"':
-                self._in_string = False
-        elif letter == '"':
-            self._in_string = True
-        elif letter in "{[":
-            self._open.append("}" if letter == "{" else "]")
-        elif letter in "}]":
-            if self._open[-1] == letter:
-                self._open.pop()
-            else:
-                self._broken = True
+                self._in_string = not self._in_string
+            elif self._in_string:
+                continue
+            elif letter in "{[":
+                self._open.append(letter)
+            elif letter in "}]":
+                self._broken = self._open.pop() + letter not in ("{}", "[]")
+            if not self._open and not self._broken:
+                return at + 1, True
+        return len(text), False
 
 
 def _settled(text: str, tag: str) -> str:
@@ -246,53 +228,22 @@ def _settled(text: str, tag: str) -> str:
     return text
 
 
-def _read_header(text: str, start: int) -> tuple[str, int] | Literal["incomplete", "other"]:
-    """The name of a call in the usual form and the place where its arguments, an object, begin."""
-    at, name = start, ""
-    for part in (*_HEADER, "{"):
-        while at < len(text) and text[at] in _SPACE:
-            at += 1
-        if part is None:
-            read = _read_string(text, at)
-            if isinstance(read, str):
-                return "incomplete" if read == "incomplete" else "other"
-            name, at = read
-            continue
-        given = text[at : at + len(part)]
-        if given != part:
-            return "incomplete" if part.startswith(given) else "other"
-        at += len(part)
-    return name, at - 1
-
-
-def _read_string(text: str, start: int) -> tuple[str, int] | Literal["incomplete", "other"]:
-    if not text.startswith('"', start):
-        return "incomplete" if start >= len(text) else "other"
-    at = start + 1
-    while at < len(text) and text[at] != '"':
-        at += 2 if text[at] == "\\" else 1
-    if at >= len(text):
-        return "incomplete"
+def _loads(text: str) -> Any:
+    """A JSON value; None if the text is none, or is nested too deeply."""
     try:
-        return str(json.loads(text[start : at + 1])), at + 1
-    except ValueError:
-        return "other"
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _whole_call(body: str) -> tuple[str, str] | None:
     """Name and arguments of a complete call, with its keys in any order; arguments may be missing or a JSON string."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
+    value = _loads(body)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
+        arguments = _loads(arguments)
     if not isinstance(arguments, dict):
         return None
     return value["name"], json.dumps(arguments, ensure_ascii=False)

@@ -7,7 +7,7 @@ limit of that line does not bound this work, so it has a limit of its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TypeVar
 
@@ -15,7 +15,6 @@ from slipstream.errors import BusyError
 from slipstream.server.serving.jobs import Job
 
 T = TypeVar("T")
-_END = object()
 # Larger texts are prepared one at a time, because preparing a text may take 300 bytes of memory per character.
 LARGE_CHARS = 1 << 16
 # Characters that may be in preparation together: sixteen bodies of 4 MiB. More would fill the memory.
@@ -68,19 +67,9 @@ def prompt_chars(job: Job) -> int:
 
 
 def _chars(value: object) -> int:
-    """The walk holds one iterator per level and no list of parts, which could take as much memory as the parts."""
-    count = 0
-    levels: list[Iterator[object]] = [iter((value,))]
-    while levels:
-        part = next(levels[-1], _END)
-        if part is _END:
-            levels.pop()
-        elif isinstance(part, str):
-            count += len(part)
-        elif isinstance(part, Mapping):
-            levels.append(chain(part.keys(), part.values()))
-        elif isinstance(part, list | tuple):
-            levels.append(iter(part))
-        else:
-            count += 1
-    return count
+    """Walks through a value of a body, whose depth is limited, without making lists of its parts."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        value = chain(value.keys(), value.values())
+    return sum(map(_chars, value)) if isinstance(value, list | tuple | chain) else 1

@@ -13,8 +13,9 @@ from typing import Any
 from slipstream.engine.llm import LLM
 from slipstream.errors import RequestError
 from slipstream.grammar import notations as grammars
-from slipstream.server.serving.jobs import Job, JsonObject, OutputFormat, Tool, ToolChoice
-from slipstream.server.serving.parsing import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from slipstream.grammar.notations import CALL_CLOSE, CALL_OPEN
+from slipstream.server.serving.jobs import Job, JsonObject, Tool, ToolChoice
+from slipstream.server.serving.parsing import THINK_CLOSE, THINK_OPEN
 from slipstream.text.chat_template import render
 from slipstream.text.tokenizer import Tokenizer, TooLongError
 from slipstream.types import Constraint
@@ -231,14 +232,7 @@ def constraint_of(job: Job) -> Constraint | None:
     must_call = calls is not None and (job.tool_choice.kind == "required" or job.tool_choice.name is not None)
     if job.format is None or must_call:
         return calls
-    answer = _format(job.format)
-    return answer if calls is None else _calls_or(job, answer)
-
-
-def _format(wanted: OutputFormat) -> Constraint:
-    if wanted.kind == "grammar":
-        return grammars.lark(wanted.grammar or "")
-    return grammars.json_object() if wanted.kind == "json_object" else grammars.json_schema(wanted.schema or {})
+    return job.format if calls is None else _calls_or(job, job.format)
 
 
 def _calls_or(job: Job, answer: Constraint) -> Constraint:

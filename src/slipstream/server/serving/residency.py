@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
-import functools
 import gc
 import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, EngineFailedError
 from slipstream.server.serving.model_files import ModelSpec
 from slipstream.server.serving.preparing import Preparation
@@ -57,10 +57,6 @@ class Resident:
             raise EngineFailedError(f"model '{self.name}' was unloaded", "ask for it again")
         return self.running
 
-    def missing_file(self) -> Path | None:
-        """A file that the model was loaded from and that does not exist any more; None if all exist."""
-        return next((path for path in self.files if not path.exists()), None)
-
     def unload(self) -> None:
         """Ends the engine's thread and returns all its memory; it waits up to `_STOP_S` for a step that is running."""
         worker, self.running = self.running, None
@@ -73,22 +69,16 @@ class Resident:
         give_memory_back()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What will be loaded, with which settings, and how much memory it will take."""
+def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> tuple[ModelSpec, Footprint]:
+    """Finds or downloads the files and adds up their memory; a page pool of no fixed size is cut to fit a budget.
 
-    spec: ModelSpec
-    config: EngineConfig
-    footprint: Footprint
-
-
-def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> LoadPlan:
-    """Finds or downloads the files and adds up their memory; a page pool of no fixed size is cut to fit a budget."""
+    The spec that is returned has the size of the pool.
+    """
     from slipstream.engine.memory_estimate import footprint
 
     needs = footprint(spec.target, spec.draft, spec.engine, progress)
     if budget is None:
-        return LoadPlan(spec, spec.engine, needs)
+        return spec, needs
     if not spec.engine.cache_tokens:
         needs = needs.within(budget)
     if needs.total > budget:
@@ -96,10 +86,10 @@ def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> LoadPl
             f"it needs {in_mib(needs.total)}, the memory budget is {in_mib(budget)}",
             "raise memory_budget or lower the model's cache_tokens or max_context",
         )
-    return LoadPlan(spec, replace(spec.engine, cache_tokens=needs.cache_tokens), needs)
+    return replace(spec, engine=replace(spec.engine, cache_tokens=needs.cache_tokens)), needs
 
 
-def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) -> Resident:
+def load(spec: ModelSpec, needs: Footprint, undisturbed: Callable[[], bool], progress: Progress) -> Resident:
     """Builds the engine, measures the costs of its steps and starts its thread.
 
     Memory is measured only while no other model works, because growth of another model's pool would be counted too.
@@ -107,12 +97,11 @@ def load(plan: LoadPlan, undisturbed: Callable[[], bool], progress: Progress) ->
     from slipstream.engine.llm import LLM
     from slipstream.server.serving.worker import EngineWorker
 
-    spec, needs = plan.spec, plan.footprint
     quiet = undisturbed()
     if quiet:
         give_memory_back()
     before = private_bytes()
-    llm = LLM(spec.target, spec.draft, draft_lora=spec.draft_lora, config=plan.config, progress=progress)
+    llm = LLM(spec.target, spec.draft, draft_lora=spec.draft_lora, config=spec.engine, progress=progress)
     try:
         mode = Mode.parse(spec.mode_with(llm.speculates))
         if not llm.has_draft and mode.kind != "plain" and not (mode.reads_text and llm.speculates):
@@ -156,18 +145,8 @@ def private_bytes() -> int:
 def give_memory_back() -> None:
     """Collects objects that only reference cycles keep, and returns the allocator's free memory to the system."""
     gc.collect()
-    trim = _libc_function("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _libc_function(name: str) -> Any:
-    """A function of glibc; None with another C library."""
-    try:
-        return getattr(ctypes.CDLL("libc.so.6"), name)
-    except (OSError, AttributeError):
-        return None
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc has no such function
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def in_mib(size: int) -> str:
@@ -179,26 +158,17 @@ async def in_thread(work: Callable[..., T], *arguments: object) -> T:
 
     A thread of a pool would keep the process from ending while a download hangs, and other work could not use it.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def deliver(settle: Callable[[Any], None], value: object) -> None:
-        if not result.done():
-            settle(value)
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # the work goes on even if its caller is cancelled
 
     def run() -> None:
-        settle: Callable[[Any], None] = result.set_result
         try:
-            value: object = work(*arguments)
-        except BaseException as error:
-            # A future cannot carry StopIteration, and SystemExit would end the event loop instead of this work.
-            wrapped = RuntimeError(repr(error)) if not isinstance(error, Exception) else error
-            value = RuntimeError(repr(error)) if isinstance(error, StopIteration) else wrapped
-            settle = result.set_exception
-        try:
-            loop.call_soon_threadsafe(deliver, settle, value)
-        except RuntimeError:
-            log.debug("a thread finished after its event loop had ended")
+            result.set_result(work(*arguments))
+        except Exception as error:
+            # A future cannot carry StopIteration.
+            result.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+        except BaseException as error:  # SystemExit would end the event loop instead of this work
+            result.set_exception(RuntimeError(repr(error)))
 
     threading.Thread(target=run, name=getattr(work, "__name__", "work"), daemon=True).start()
-    return await result
+    return await asyncio.wrap_future(result)

@@ -6,12 +6,13 @@ All state belongs to the event loop's thread; only loading and unloading happen 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.errors import BusyError, ConfigError, SlipstreamError
 from slipstream.server.serving.catalogue import Catalogue
@@ -27,9 +28,11 @@ from slipstream.server.serving.model_entries import (
     unknown_model,
 )
 from slipstream.server.serving.model_files import ModelsFile, ModelSpec, read_models
-from slipstream.server.serving.residency import LoadPlan, Resident, in_thread, load, plan_load
+from slipstream.server.serving.residency import Resident, in_thread, load, plan_load
 
 log = logging.getLogger("slipstream.server.models")
+
+T = TypeVar("T")
 
 # A model may be replaced or its engine may end while a request waits for it. After three loads the request is refused,
 # because otherwise it could wait for ever.
@@ -61,13 +64,13 @@ class ModelRouter:
     ) -> None:
         self._catalogue = Catalogue(specs)
         self._options = (memory_budget, idle_s)  # a models file that is read again does not change these
-        self._set_limits(file)
+        self._set_limits(file or ModelsFile(()))
         self._room_wait_s = room_wait_s
         self._retry_s = retry_s
         self._tick_s = tick_s
         self._source = source
         self._change = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._watcher: asyncio.Task[None] | None = None
         self._closing = False
         self.on_engine_failed: Callable[[str], None] = lambda name: None  # called with the model's name
@@ -78,11 +81,10 @@ class ModelRouter:
         file = read_models(path)
         return cls(file.models, source=path, file=file, **settings)
 
-    def _set_limits(self, file: ModelsFile | None) -> None:
+    def _set_limits(self, file: ModelsFile) -> None:
         memory_budget, idle_s = self._options
-        budget_of_file, idle_s_of_file = (file.memory_budget, file.idle_s) if file is not None else (None, None)
-        self._catalogue.budget = memory_budget if memory_budget is not None else budget_of_file
-        self._idle_s = idle_s if idle_s is not None else idle_s_of_file or 0.0
+        self._catalogue.budget = file.memory_budget if memory_budget is None else memory_budget
+        self._idle_s = (file.idle_s or 0.0) if idle_s is None else idle_s
 
     async def start(self) -> None:
         """Begins to watch the models and loads those with `preload`; one that cannot be loaded is marked as failed."""
@@ -143,9 +145,9 @@ class ModelRouter:
         file = await in_thread(read_models, self._source)
         self._check_open()
         self._set_limits(file)
-        wanted = {spec.name: spec for spec in file.models}
-        changed = [entry for entry in self._catalogue if wanted.get(entry.spec.name, entry.spec) != entry.spec]
         added, removed = self._catalogue.replace(file.models)
+        wanted = {spec.name: spec for spec in file.models}
+        changed = [entry for entry in self._catalogue if wanted[entry.spec.name] != entry.spec]
         for entry in removed:
             self._put_away(entry, "unloaded")
         for entry in changed:
@@ -153,13 +155,10 @@ class ModelRouter:
         for entry in self._catalogue:
             entry.retry_at = 0.0
             if entry.spec.preload and entry in (*added, *changed):
-                self._in_background(self._preload(entry))
+                self._in_background(self._wait_for_load(entry))
         self._notify()
-        names = {
-            "added": [entry.spec.name for entry in added],
-            "removed": [entry.spec.name for entry in removed],
-            "changed": [name for name in wanted if name in [entry.spec.name for entry in changed]],
-        }
+        kinds = {"added": added, "removed": removed, "changed": changed}
+        names = {kind: [entry.spec.name for entry in entries] for kind, entries in kinds.items()}
         log.info("models file read again", extra={"fields": names})
         return names
 
@@ -222,9 +221,9 @@ class ModelRouter:
 
         try:
             wanted = replace(spec, draft_lora=tuple(entry.adapters.values()))
-            plan = await in_thread(plan_load, wanted, self._catalogue.budget, report)
-            await self._make_room(entry, plan)
-            resident = await in_thread(load, plan, lambda: self._catalogue.quiet(entry), report)
+            wanted, needs = await in_thread(plan_load, wanted, self._catalogue.budget, report)
+            await self._make_room(entry, needs.total)
+            resident = await in_thread(load, wanted, needs, lambda: self._catalogue.quiet(entry), report)
         except BusyError as error:
             entry.state, entry.reason = before
             return error
@@ -257,19 +256,16 @@ class ModelRouter:
     def _fail(self, entry: Entry, error: Exception) -> SlipstreamError:
         if not isinstance(error, SlipstreamError):
             log.error("loading failed with an unexpected error", exc_info=error)
-        reason = error.message if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
+            error = SlipstreamError(f"{type(error).__name__}: {error}", "the server's log says more")
         entry.state, entry.retry_at = "failed", time.monotonic() + self._retry_s
-        entry.reason = f"could not be loaded{' again' if entry.was_loaded else ''}: {reason}"
-        entry.hint = error.hint if isinstance(error, SlipstreamError) else "the server's log says more"
-        log.error("model failed", extra={"fields": {"model": entry.spec.name, "reason": reason}})
+        entry.reason = f"could not be loaded{' again' if entry.was_loaded else ''}: {error.message}"
+        entry.hint = error.hint
+        log.error("model failed", extra={"fields": {"model": entry.spec.name, "reason": error.message}})
         return failed_model(entry)
 
-    async def _preload(self, entry: Entry) -> None:
-        await self._wait_for_load(entry)
-
-    async def _make_room(self, entry: Entry, plan: LoadPlan) -> None:
+    async def _make_room(self, entry: Entry, needed: int) -> None:
         """Reserves memory for a load: unloads idle models, the least recently used first, then waits for busy ones."""
-        needed, deadline = plan.footprint.total, time.monotonic() + self._room_wait_s
+        deadline = time.monotonic() + self._room_wait_s
         while not self._catalogue.fits(needed):
             self._check_open()
             idle = self._catalogue.idle()
@@ -369,16 +365,14 @@ class ModelRouter:
         self._change = asyncio.Event()
 
     async def _changed(self, timeout_s: float) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._change.wait(), timeout_s)
-        except TimeoutError:
-            return
 
     def _check_open(self) -> None:
         if self._closing:
             raise router_closed()
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

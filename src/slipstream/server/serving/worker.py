@@ -81,13 +81,12 @@ class EngineWorker:
         self._engine = llm.engine
         self._config = llm.config
         self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._open: dict[str, _Open] = {}
         self._questions: set[Future[Any]] = set()  # questions of other threads that are not answered yet
         self._arriving = 0  # requests that were submitted but are not added to the engine yet
         self._line = LineSnapshot(0, 0)  # the engine's line after the last step or command
         self._stopping = False
-        self._ended = False
         self._last_end = 0.0
         self._end_interval_s = _RETRY_LIMITS_S[0]
 
@@ -104,22 +103,33 @@ class EngineWorker:
         self._require_alive()
         self._engine.check(request)
         with self._wake:
-            self._require_alive()
             if request.id in self._open:
                 raise RequestError(f"a request '{request.id}' is running already", "give every request its own id")
-            self._check_room()
+            self.check_room()
             self._open[request.id] = _Open(sink)
             self._arriving += 1
             self._tell(partial(self._add, request))
 
-    def check_room(self, preparing: int) -> None:
+    def check_room(self, preparing: int = 0) -> None:
         """Refuses a request that would find no room now, before its prompt is prepared.
 
         `preparing` is the number of requests whose prompts are being prepared.
         """
         with self._wake:
             self._require_alive()
-            self._check_room(preparing)
+            # Requests between two turns count too; otherwise a full line could grow without end.
+            waiting, limit = self._arriving + self._line.waiting, self._config.max_waiting
+            # Paused requests stand in no line, but each keeps its prompt and its answer in memory.
+            opened = len(self._open) + preparing
+            if waiting >= limit:
+                said = f"{waiting} requests are waiting for '{self.name}' already"
+            elif opened >= limit + self._config.max_sequences:
+                said = f"{opened} requests of '{self.name}' are open already, paused ones included"
+            else:
+                return
+            low, high = _RETRY_LIMITS_S
+            # Half of the line has probably ended by then; clients that came back sooner would find it as long.
+            raise BusyError(said, retry_after_s=min(high, max(low, self._end_interval_s * waiting / 2)))
 
     def cancel(self, request_id: str, epoch: int | None = None) -> bool:
         """Ends a request at the next step, also a paused one; returns False if it is over already.
@@ -127,11 +137,9 @@ class EngineWorker:
         If an epoch is given, it must be the current one.
         """
         with self._wake:
-            known = self._open.get(request_id)
-            if known is None or self._ended:
+            if request_id not in self._open:
                 return False
-            if epoch is not None and epoch != known.epoch:
-                raise StaleEpochError(f"the request is at epoch {known.epoch}, not {epoch}")
+            self._known(request_id, epoch)
             self._tell(partial(self._engine.cancel, request_id))
             return True
 
@@ -149,9 +157,7 @@ class EngineWorker:
     def resume(self, request_id: str, epoch: int) -> None:
         """Resumes a paused request; its text is the same as without the pause."""
         with self._wake:
-            known = self._known(request_id)
-            if epoch != known.epoch:
-                raise StaleEpochError(f"the request is at epoch {known.epoch}, not {epoch}")
+            known = self._known(request_id, epoch)
             if not known.paused:
                 raise StaleEpochError("the request is not paused", "it was resumed already, or never stopped")
             known.paused = False
@@ -227,37 +233,17 @@ class EngineWorker:
             reason = self.failure or ("it was asked to stop" if self._stopping else "its thread does not run")
             raise EngineFailedError(f"the engine of '{self.name}' takes no requests: {reason}", "try again")
 
-    def _check_room(self, preparing: int = 0) -> None:
-        # Requests between two turns count too; otherwise a full line could grow without end.
-        waiting, limit = self._arriving + self._line.waiting, self._config.max_waiting
-        if waiting >= limit:
-            said = f"{waiting} requests are waiting for '{self.name}' already"
-            raise BusyError(said, retry_after_s=self._retry_after())
-        # Paused requests stand in no line, but each keeps its prompt and its answer in memory.
-        opened = len(self._open) + preparing
-        if opened >= limit + self._config.max_sequences:
-            said = f"{opened} requests of '{self.name}' are open already, paused ones included"
-            raise BusyError(said, retry_after_s=self._retry_after())
-
-    def _known(self, request_id: str) -> _Open:
+    def _known(self, request_id: str, epoch: int | None = None) -> _Open:
         known = self._open.get(request_id)
-        if known is None or self._ended:
+        if known is None:
             raise StaleEpochError("the request does not run", "it has ended, or never began")
+        if epoch is not None and epoch != known.epoch:
+            raise StaleEpochError(f"the request is at epoch {known.epoch}, not {epoch}")
         return known
 
-    def _note_pause(self, request_id: str, known: _Open) -> None:
-        if not known.paused:
-            known.paused, known.epoch = True, known.epoch + 1
-            self._tell(partial(self._follow, request_id, known))
-
     def _tell(self, command: Callable[[], object]) -> None:
-        self._commands.append(command)  # type: ignore[arg-type]
+        self._commands.append(command)
         self._wake.notify_all()
-
-    def _retry_after(self) -> float:
-        """Seconds until half of the line has probably ended; clients that came back sooner would find it as long."""
-        low, high = _RETRY_LIMITS_S
-        return min(high, max(low, self._end_interval_s * (self._arriving + self._line.waiting) / 2))
 
     # The methods below run on the engine's thread.
 
@@ -323,24 +309,19 @@ class EngineWorker:
             self._note_end()
             with self._wake:
                 del self._open[event.request_id]
-        self._pass_on(known, event)
+        if not _passed_on(known, event):
+            self._engine.cancel(event.request_id)
         if event.finish_reason is None:
             self._pause_if_due(event.request_id, known)
-
-    def _pass_on(self, known: _Open, event: GenEvent) -> None:
-        try:
-            known.sink(event)
-        except Exception as error:
-            _log.error("the sink of request %s failed; the request is cancelled", event.request_id, exc_info=error)
-            known.sink = _drop
-            self._engine.cancel(event.request_id)
 
     def _pause_if_due(self, request_id: str, known: _Open) -> None:
         with self._wake:
             if known.pause_at is None or known.generated < known.pause_at or self._open.get(request_id) is not known:
                 return
             tell, known.on_pause, known.pause_at = known.on_pause, None, None
-            self._note_pause(request_id, known)
+            if not known.paused:
+                known.paused, known.epoch = True, known.epoch + 1
+                self._tell(partial(self._follow, request_id, known))
             epoch, generated = known.epoch, known.generated
         try:
             if tell is not None:
@@ -358,7 +339,7 @@ class EngineWorker:
         """Ends every open request and question with the reason for which the thread ended."""
         with self._wake:
             self.failure = failure
-            self._ended = self._stopping = True
+            self._stopping = True
             left, self._open = self._open, {}
             self._commands.clear()
             self._arriving, self._line = 0, LineSnapshot(0, 0)
@@ -367,15 +348,15 @@ class EngineWorker:
         for question in unanswered:
             question.set_exception(EngineFailedError(reason, "try again"))
         for request_id, known in left.items():
-            self._pass_on_last(known, GenEvent(request_id, [], "", "error", error=reason))
-
-    @staticmethod
-    def _pass_on_last(known: _Open, event: GenEvent) -> None:
-        try:
-            known.sink(event)
-        except Exception as error:
-            _log.error("the sink of request %s failed on the last event", event.request_id, exc_info=error)
+            _passed_on(known, GenEvent(request_id, [], "", "error", error=reason))
 
 
-def _drop(event: GenEvent) -> None:
-    """Drops the events of a request whose own sink failed."""
+def _passed_on(known: _Open, event: GenEvent) -> bool:
+    """Whether the sink has taken an event; one that fails gets no further events."""
+    try:
+        known.sink(event)
+    except Exception as error:
+        _log.error("the sink of request %s failed; the request is cancelled", event.request_id, exc_info=error)
+        known.sink = lambda event: None
+        return False
+    return True
