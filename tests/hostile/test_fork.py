@@ -43,7 +43,7 @@ def write_in_background(llm):
 FORKS = (
     START
     + """
-from slipstream.kernels.cpu.native_matrix import _common
+from slipstream.kernels.cpu.native_matrix import Arena
 from tests.tiny import tiny_llm
 
 llm = LLM("smollm2")
@@ -53,9 +53,10 @@ for _ in range(5):
     assert text(llm) == before, "the parent's text"
 assert in_child(lambda: in_child(lambda: text(llm) != before)) == 0, "a grandchild's text"
 
-size = 1 << 20
-assert in_child(lambda: _common.take(size).fill(1) is not None) == 0
-assert not _common.take(size).any(), "a child's weights lie in the parent's memory"
+arena, size = Arena(), 1 << 20
+arena.take(size)  # the memory is mapped before the fork
+assert in_child(lambda: arena.take(size).fill(1) is not None) == 0
+assert not arena.take(size).any(), "a child's weights lie in the parent's memory"
 
 idle = tiny_llm(Path(sys.argv[1]), weight_format="native", threads=2)
 expected = text(idle)

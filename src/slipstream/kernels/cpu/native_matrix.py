@@ -44,7 +44,7 @@ class SlipLinear(ctypes.Structure):
     _fields_ = (("parts", _INT), ("outputs", _INT), ("part", _POINTER), ("bias", _POINTER))
 
 
-class _Arena:
+class Arena:
     """Memory for packed weights in large pages, which the processor reads twice as fast as small ones."""
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class _Arena:
         return taken
 
 
-_COMMON = _Arena()
-_arena: ContextVar[_Arena] = ContextVar("arena", default=_COMMON)
+_COMMON = Arena()
+_arena: ContextVar[Arena] = ContextVar("arena", default=_COMMON)
 
 
 @contextmanager
 def memory_of_its_own() -> Iterator[None]:
     """Packs weights inside the block into separate memory, which is freed when those weights are deleted."""
-    before = _arena.set(_Arena())
+    before = _arena.set(Arena())
     try:
         yield
     finally:
