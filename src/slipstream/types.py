@@ -136,7 +136,7 @@ class Gate:
     floor: float = 0.90
     hard: float = 0.45
     patience: int = 2
-    explore: float = 0.01
+    explore: float = 0.005
 
     @classmethod
     def parse(cls, name: str) -> Gate:

@@ -469,7 +469,7 @@ def test_saved_time_pays_for_few_trials_at_once() -> None:
 def test_a_drafter_that_fails_is_not_asked_at_every_step() -> None:
     owner = policy()
     for limit in (6, 15):  # the second sequence begins with what the first has shown
-        own = sequence(owner)
+        own = sequence(owner, gate=Gate("auto", explore=0.01))
         asked = 0
         for _ in range(60):
             if owner.plan_drafts([view(own)])[0]:
