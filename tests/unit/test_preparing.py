@@ -57,7 +57,7 @@ def test_what_waits_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
         work, preparation = Work(), Preparation()
         running = [asyncio.ensure_future(preparation.run(LARGE_CHARS, work, index)) for index in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(BusyError, match="3 long prompts are being prepared already"):
+        with pytest.raises(BusyError, match="already preparing 3 texts"):
             await preparation.run(1, work, 9)
         running[1].cancel()
         await asyncio.wait(running)

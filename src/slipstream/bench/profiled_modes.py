@@ -1,4 +1,4 @@
-"""Measures where the time of decoding steps goes, per mode, beside the time that reading the weights must take."""
+"""Measures how long each phase of a decoding step takes, per mode, and the least time that reading its bytes takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Profiled:
 
     modes: dict[str, dict[str, StepProfile]]
     describe: dict[str, object]  # the engine's description, with the bandwidth that this run measured
-    answers: int
+    turns: int  # each mode answered each of them
 
     @property
     def bandwidth(self) -> float:
@@ -32,7 +32,7 @@ class Profiled:
 
     @property
     def columns(self) -> dict[str, StepProfile]:
-        """The kinds of steps that are frequent enough for a column; a mode with one kind has the mode's name."""
+        """The kinds of steps that are frequent enough for a column; a mode with one such kind has just its name."""
         found = {}
         for mode, kinds in self.modes.items():
             steps = sum(profile.steps for profile in kinds.values())
@@ -46,7 +46,7 @@ class Profiled:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "answers": self.answers,
+            "answers": self.turns,
             "draft": self.describe["draft"],
             "describe": self.describe,
             "modes": {
@@ -67,15 +67,15 @@ class Profiled:
 def profile_modes(
     llm: LLM, conversations: Sequence[Conversation], plan: BenchPlan, on_turn: Callable[[], None] = lambda: None
 ) -> Profiled:
-    """Decodes every prompt in every mode, each request alone and without the prompt cache."""
+    """Decodes every turn in every mode, each request alone and without the prompt cache, and returns their phases."""
     if not llm.speculates:
         raise RequestError("without drafts there is only plain decoding to profile", "name a drafter with --draft")
     profilers = {mode: llm.profiler() for mode in plan.modes}
-    answers = 0
+    turns = 0
     for _ in play(llm, conversations, plan, profilers.__getitem__):
-        answers += 1
+        turns += 1
         on_turn()
-    return Profiled({mode: profiler.profiles() for mode, profiler in profilers.items()}, llm.describe(), answers)
+    return Profiled({mode: profiler.profiles() for mode, profiler in profilers.items()}, llm.describe(), turns)
 
 
 def phase_rows(result: Profiled) -> list[tuple[str, ...]]:
@@ -123,19 +123,19 @@ def launch_title(result: Profiled) -> str:
 def sentences(result: Profiled) -> list[str]:
     """Explains the numbers to a first-time reader."""
     found = [
-        f"The floor is the time to read every weight and the context's keys and values once, at the "
-        f"{result.bandwidth / 1e9:.1f} GB/s measured in this run."
+        "The floor is the time to read every weight that a step uses, and the keys and values that it sees, once, at "
+        f"the {result.bandwidth / 1e9:.1f} GB/s measured in this run."
     ]
     devices = [each.device for each in result.columns.values() if each.device is not None]
     if devices:
         where = sorted({device.replay_context for device in devices})
         context = f"{where[0]}" if len(where) == 1 else f"{where[0]} to {where[-1]}"
         found.append(
-            f"Phases were replayed one by one on the device at a context of {context} tokens; host is the time of a "
-            "real step beyond the device's busy time."
+            f"Phases were replayed one by one on the device at a context of {context} tokens; the row host is the "
+            "part of a real step's time in which the device was not busy."
         )
         if not any(device.launches for device in devices):
-            found.append("torch.profiler saw no kernels here, so none are counted.")
+            found.append("torch.profiler recorded no kernels here, so none are counted.")
     return found
 
 

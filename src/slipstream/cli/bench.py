@@ -152,7 +152,7 @@ def _profile(
     if ui.json_output:
         ui.print_json({**about, **result.to_json()})
         return
-    title = f"{about['target']} on {about['prompts']}: milliseconds of a decoding step over {result.answers} answers"
+    title = f"{about['target']} on {about['prompts']}: milliseconds of a decoding step over {result.turns} turns"
     heads = ("phase", *result.columns)
     ui.table(title, heads, bench.phase_rows(result))
     launches = bench.launch_rows(result)

@@ -1,7 +1,7 @@
 """The target model that all families share: embedding, layers, final norm and head, for any device.
 
-Prefill, decoding and verification are one forward over rows. The methods of `Decoder` run it on a CPU, by
-`models/cpu/cpu_models.py`; on a GPU `GpuTarget` in `models/gpu/device_models.py` takes the place of these methods.
+Prefill, decoding and verification are one forward over rows. `Decoder.forward_logits` runs it on a CPU, by
+`models/cpu/cpu_models.py`; on a GPU `GpuTarget` in `models/gpu/device_models.py` runs it with the same loaded layers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from slipstream.models.weights import Weights
 class DecoderConfig(LayerShape):
     """Every number of a decoder stack, read from the checkpoint and never guessed.
 
-    A family whose layers differ from each other extends it and overrides `layer`, `pool` and `kv_shapes`.
+    A family whose layers differ from each other extends it and overrides `kv_shapes` and the methods `layer` and `pool`
+    of `LayerShape`.
     """
 
     family: str
@@ -56,6 +57,7 @@ class DecoderConfig(LayerShape):
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads evenly")
 
     def pattern(self, index: int) -> AttentionPattern:
+        """Which earlier keys the rows of a layer see."""
         return AttentionPattern(self.window if self.sliding and self.sliding[index] else 0)
 
     @property
@@ -65,7 +67,7 @@ class DecoderConfig(LayerShape):
 
     @property
     def states(self) -> DeltaShape | None:
-        """The state that recurrent layers keep of a sequence; None: the model has no such layers."""
+        """The shape of the state that recurrent layers keep for a sequence; None: the model has no such layers."""
         return None
 
     @property
@@ -75,7 +77,7 @@ class DecoderConfig(LayerShape):
 
     @property
     def softcap(self) -> float:
-        """The bound of logits, which are bent so that none passes plus or minus this; 0: there is no bound."""
+        """The softcap: logits are bent to stay within plus or minus this; 0: there is no bound."""
         return 0.0
 
 
@@ -90,7 +92,7 @@ class FamilyNames:
 
 
 class Decoder:
-    """A target model: a family's file says what its layers consist of, and this class has all that families share."""
+    """A target model: a family's module says what its layers consist of, and this class has all that families share."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, names: FamilyNames) -> None:
         self.config = config
@@ -103,7 +105,8 @@ class Decoder:
         self.norm = weights.norm("model.norm.weight", config.hidden_size)
         head = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
         self._head_source = weights.source(head, (config.vocab_size, config.hidden_size))
-        # Products of int4 matrices come out in bf16, which is too coarse to rank a vocabulary by.
+        # Products of int4 matrices come out in bf16, which is too coarse to rank a vocabulary by, so an int4 model
+        # has an int8 head.
         self.head = weights.head(self._head_source, "int8" if weights.weight_format == "int4" else None)
         self.sides = self.load_sides(weights)
         self.step_bytes, self.row_products = weights.step_bytes, weights.row_products
@@ -119,20 +122,20 @@ class Decoder:
         return load_usual_layer(weights, self.config, prefix, mixer, feeder)
 
     def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
-        """What lets a row take something from the rows before it; `prefix` is that of the layer's tensors."""
+        """Loads the part in which a row reads the rows before it; `prefix` begins the names of the layer's tensors."""
         prefix += "self_attn."
         projections = load_projections(weights, self.config.layer(index), prefix, names.rotary_rows)
         return load_attention(weights, self.config, index, prefix, projections)
 
     def make_feeder(self, weights: Weights, index: int, prefix: str) -> LayerPart:
-        """What works on every row by itself, an MLP or experts; `prefix` is that of its tensors."""
+        """Loads the part that computes every row by itself, an MLP or experts; `prefix` begins its tensors' names."""
         config = self.config
         if config.moe is None or (config.sparse and not config.sparse[index]):
             return load_mlp(weights, config.layer(index), prefix)
         return load_expert_block(weights, prefix, config.moe)
 
     def load_sides(self, weights: Weights) -> SideEmbeddings | None:
-        """Takes the embeddings that a family gives its layers beside the stream."""
+        """Loads the embeddings that some families add to the residual stream of every layer."""
         return None
 
     @cached_property
@@ -154,5 +157,8 @@ class Decoder:
 
     @cached_property
     def draft_head(self) -> Matrix:
-        """The head that drafts share; their logits need not be exact, so a coarser copy spares half of its bytes."""
+        """The head that drafts share: less exact and faster than `head` if its format has such a form.
+
+        Draft logits need not be exact, because the target verifies every drafted token.
+        """
         return rough_twin(self.head, self._head_source)

@@ -1,7 +1,7 @@
-"""Grows draft trees: it decides which drafted prefixes are worth a row of the verify step, without knowing any model.
+"""Grows draft trees: chooses which drafted prefixes are worth a row of the verify step, and needs no model for it.
 
 A block of drafts gives candidates per slot with their probabilities, which may depend on the token before. The tree
-holds the prefixes with the largest product of probabilities, and the most probable prefix is added first.
+holds the nodes with the highest survival, and the most probable node is added first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Calibrate = Callable[[float, int], float]  # (claimed probability, depth from 1)
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The candidates after one token, likeliest first, and the memory of the drafter's head on the way there."""
+    """The candidates after one token, likeliest first, and what the drafter's head keeps of the path to it."""
 
     tokens: Sequence[int]
     claims: Sequence[float]
@@ -46,10 +46,10 @@ class Growth:
     depths: list[int] = field(default_factory=lambda: [0])
     sources: list[Source] = field(default_factory=list)  # by row; empty if all rows come from the drafter
 
-    def add(self, parent: int, token: int, chance: float, survival: float) -> int:
+    def add(self, parent: int, token: int, claim: float, survival: float) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
-        self.claims.append(chance)
+        self.claims.append(claim)
         self.survivals.append(survival)
         self.depths.append(self.depths[parent] + 1)
         return len(self.tokens) - 1
@@ -60,7 +60,7 @@ class Growth:
 
     @property
     def straight(self) -> int:
-        """How many of the first nodes are a chain."""
+        """How many nodes at the beginning form a chain."""
         for row, parent in enumerate(self.parents):
             if parent != row - 1:
                 return row - 1
@@ -74,6 +74,7 @@ class Growth:
 
 
 def as_claimed(claimed: float, depth: int, source: Source = Source.DRAFTER) -> float:
+    """Leaves claims as they are, from whatever source."""
     return claimed
 
 
@@ -85,7 +86,7 @@ def grow_chain(drafts: Drafts, anchor: int, length: int, calibrate: Calibrate = 
 
 
 def _extend_chain(drafts: Drafts, growth: Growth, length: int, calibrate: Calibrate) -> list[Branch]:
-    """Appends up to `length` nodes below the last one; returns the branches that it passed."""
+    """Appends up to `length` nodes below the anchor; returns the branch at each parent."""
     branches: list[Branch] = []
     row, memory = 0, None
     for slot in range(length):
@@ -93,8 +94,8 @@ def _extend_chain(drafts: Drafts, growth: Growth, length: int, calibrate: Calibr
         if not branch.tokens:
             break
         branches.append(branch)
-        chance = branch.claims[0]
-        row = growth.add(row, branch.tokens[0], chance, growth.survivals[row] * calibrate(chance, slot + 1))
+        claim = branch.claims[0]
+        row = growth.add(row, branch.tokens[0], claim, growth.survivals[row] * calibrate(claim, slot + 1))
         memory = branch.memory
     return branches
 
@@ -108,9 +109,10 @@ def grow_tree(
     seeded: bool = False,
     floor: float = 0.0,
 ) -> Growth:
-    """At most `nodes` prefixes no deeper than `depth`, the most probable first, none less likely than `floor`.
+    """At most `nodes` nodes no deeper than `depth`, the most probable first.
 
-    A seeded tree begins with the likeliest chain (cut to `nodes`), so it never accepts less than that chain.
+    A seeded tree begins with the likeliest chain, cut to `nodes`, so at least as many of its tokens are accepted as of
+    that chain. No other node has a survival below `floor`.
     """
     growth = Growth([anchor])
     depth = min(depth, drafts.slots)
@@ -120,8 +122,8 @@ def grow_tree(
     def offer(parent: int, rank: int, branch: Branch, ceiling: float) -> None:
         if rank < len(branch.tokens):
             own = growth.survivals[parent] * calibrate(branch.claims[rank], growth.depths[parent] + 1)
-            # Calibrated probabilities may rise with the rank, but a worse-ranked sibling never goes before a better
-            # one.
+            # Calibrated probabilities may rise with the rank, but a worse sibling must not go before a better one, so
+            # a node's survival is at most that of the sibling before it.
             heapq.heappush(heap, (-min(own, ceiling), next(order), parent, rank, branch))
 
     def open_below(row: int, memory: object) -> None:

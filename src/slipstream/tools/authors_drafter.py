@@ -1,4 +1,4 @@
-"""Runs a drafter with the DFlash authors' own package, to compare its arithmetic with ours on the same weights.
+"""Builds a drafter with the DFlash authors' package from a file's weights, to compare its logits or speed with ours.
 
 The package is not a dependency; it is imported when a comparison asks for it.
 """
@@ -20,7 +20,7 @@ from slipstream.tools.model_file import ModelFile, open_model
 
 
 class AuthorBlocks:
-    """The authors' drafter with the taps, the embedding and the head of one of our drafters."""
+    """A drafter in the authors' package. It reads the taps, the embedding and the head that `OurBlocks` uses."""
 
     label = "dflash (authors)"
 
@@ -29,17 +29,18 @@ class AuthorBlocks:
         self.proposals = ours.proposals
         with open_model(path) as model:
             if not isinstance(model.config, DFlashConfig):
-                raise ConfigError(f"{path.name} is no drafter: {model.problem or model.kind}")
+                raise ConfigError(f"{path.name} is not a drafter: {model.problem or model.kind}")
             if model.config.sample_from_anchor:
                 raise ConfigError(
-                    f"{path.name} proposes from its anchor, which the authors' package does not do",
+                    f"{path.name} also proposes a token in its anchor's slot, which the authors' package does not do",
                     "compare it with another file instead",
                 )
             self._model = build_authors_drafter(model, model.config)
-        # The confidence head is missing there too, but it chooses no tokens, so only the Markov head is reported.
+        # The package also lacks the confidence head. That head chooses no tokens, so only the Markov head is reported.
         self.left_out = "the Markov head" if ours.drafter.config.parts.markov_rank else ""
 
     def begin(self, ids: Sequence[int]) -> None:
+        """Sets the text; `OurBlocks.begin` must have had the same text, because its taps are read."""
         self._ids = ids
 
     @torch.inference_mode()
@@ -61,7 +62,7 @@ class AuthorBlocks:
         return logits, self._selected(hidden, logits, position)
 
     def _selected(self, hidden: Tensor, logits: Tensor, position: int) -> list[int]:
-        """Runs the authors' selector slot by slot; as on our side, each slot gets the text's own token before it."""
+        """Runs the authors' selector slot by slot. As in `OurBlocks`, each slot gets the text's own token before it."""
         chosen = []
         for slot in range(len(logits)):
             before = self._ids[min(position + slot, len(self._ids) - 1)]
@@ -96,12 +97,13 @@ def _their_config(config: DFlashConfig) -> Any:
     from transformers import Qwen3Config
 
     if config.rope != RopeConfig(config.rope.theta, config.head_dim):
-        raise ConfigError(f"{config.label} scales its positions", "only plain rotary embeddings can be compared")
+        raise ConfigError(f"{config.label} uses scaled rotary embeddings", "only plain ones can be compared")
     causal = {pattern.causal for pattern in config.patterns}
+    # This is the package's own default: layers with a window are causal, and the others are not.
     as_typed = all(pattern.causal == bool(pattern.window) for pattern in config.patterns)
     windows = {pattern.window for pattern in config.patterns if pattern.window}
     if len(windows) > 1 or not (as_typed or len(causal) == 1):
-        raise ConfigError(f"{config.label} mixes windows or causality", "the authors' package has one value for each")
+        raise ConfigError(f"{config.label} mixes windows or causality", "the authors' package takes one for all layers")
     parts = config.parts
     settings: dict[str, Any] = {} if as_typed else {"is_causal": causal.pop()}
     if windows:

@@ -15,7 +15,7 @@ from slipstream.formats.file_bytes import FileBytes, MemoryBytes, TensorEntry, m
 from slipstream.formats.weight_files import INDEX, SINGLE, WeightFile, find_gguf, read_config
 from slipstream.models.dflash import read_drafter_config
 from slipstream.models.dflash_config import DFlashConfig
-from slipstream.tools.model_file import describes_drafter, refuse_false_layers
+from slipstream.tools.model_file import describes_drafter, refuse_impossible_layers
 
 SHOWN_ELEMENTS = 16  # longer arrays are replaced by their length
 SHOWN_CHARACTERS = 4096  # longer texts, such as chat templates, are cut
@@ -83,7 +83,7 @@ def _drafter(path: Path, entries: Sequence[TensorEntry], values: Mapping[str, ob
     metadata = dict(values) if "general.architecture" in values else {}
     file = WeightFile(path, {entry.name: (entry, nothing) for entry in entries}, metadata)
     try:
-        refuse_false_layers(values, len(entries), path.name)
+        refuse_impossible_layers(values, len(entries), path.name)
         read = read_drafter_config(path, file)
     except SlipstreamError as error:
         return {"problem": str(error)}

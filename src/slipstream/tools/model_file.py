@@ -1,7 +1,7 @@
 """Opens a model file and gives its tensors the same names and row order, whatever its format is.
 
-Which tensors a model must have, and their shapes, shows the model itself: it is built with placeholders, which record
-every tensor that the model asks for, so no weights are read.
+The model itself tells which tensors it must have, and their shapes: it is built with placeholders that record every
+tensor it asks for, so no weights are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.tools.family_tensors import folder_tensors
 Shape = tuple[int, ...]
 Kind = Literal["target", "drafter"]
 _SPECULATION = ("dflash_config", "target_layer_ids", "dspark_target_layer_ids")  # only drafters' configs have them
-_FLOAT_BYTES = 4
+_FLOAT_BYTES = 4  # the placeholders are fp32
 _FOREIGN = "the config does not belong to these weights"
 _UNKNOWN = "the model has parts that this version does not know, and leaving them out would change it"
 
@@ -60,7 +60,7 @@ class ModelFile:
     ignored: list[str] = field(default_factory=list)  # names of tensors that no model computes with
     tensors: dict[str, Source] = field(default_factory=dict)  # in the layout of Hugging Face folders
     expected: dict[str, Shape] = field(default_factory=dict)  # every tensor that the configuration implies
-    misfit: str = ""  # why the tensors cannot be compared with the configuration
+    misfit: str = ""  # why the tensors could not be listed from the configuration; empty if they could
 
     @property
     def label(self) -> str:
@@ -69,7 +69,7 @@ class ModelFile:
 
 @contextmanager
 def open_model(path: Path) -> Iterator[ModelFile]:
-    """Opens a target or a drafter; if its configuration cannot be read, `problem` reports it instead of an error."""
+    """Opens a target or a drafter. An unreadable configuration is not an error; `problem` then says why."""
     with open_weights(path) as file:
         yield _named(path, file)
 
@@ -92,7 +92,7 @@ def describes_drafter(values: Mapping[str, object]) -> bool:
     )
 
 
-def refuse_false_layers(values: Mapping[str, object], tensors: int, label: str) -> None:
+def refuse_impossible_layers(values: Mapping[str, object], tensors: int, label: str) -> None:
     """Refuses a file that claims more layers than it has tensors, because lists of that length would exhaust memory."""
     for key, value in values.items():
         if (key == "num_hidden_layers" or key.endswith(".block_count")) and isinstance(value, int) and value > tensors:
@@ -109,7 +109,7 @@ def _named(path: Path, file: WeightFile) -> ModelFile:
     names: FamilyNames | None = None
     problem = ""
     try:
-        refuse_false_layers(file.metadata if raw is None else raw, len(file.names()), path.name)
+        refuse_impossible_layers(file.metadata if raw is None else raw, len(file.names()), path.name)
         if kind == "drafter":
             config = read_drafter_config(path, file)
         else:
@@ -172,7 +172,7 @@ def _possible_names(kind: Kind, names: Sequence[str]) -> Iterator[str]:
 
 
 def decoder_tensors(config: DecoderConfig, names: FamilyNames, file: WeightFile) -> dict[str, Shape]:
-    """The tensors of a target; if files may store the same values in different ways, as this file stores them."""
+    """The tensors of a target. Where formats may store the same values in different ways, this follows the file."""
     weights = _Asked(file, names.file_name)
     FAMILIES[config.family].MODEL(config, weights, names)
     return weights.shapes
@@ -211,9 +211,9 @@ class _Asked(Weights):
             if found.shape == shape:
                 return found
         elements = math.prod(shape)
-        # A false claim in a damaged file must not decide how much memory is allocated.
+        # A wrong size in a damaged file must not decide how much memory is allocated.
         if elements > self._most:
-            raise ConfigError(f"'{name}' would be {list(shape)}, more than all of {self.file.path.name}", _FOREIGN)
+            raise ConfigError(f"'{name}' would have the shape {list(shape)}, more than the whole file", _FOREIGN)
         self._zeros = self._zeros or MemoryBytes(np.zeros(self._most * _FLOAT_BYTES, np.uint8))
         return WeightTensor(TensorEntry(name, "F32", shape, 0, elements * _FLOAT_BYTES), self._zeros)
 
@@ -230,7 +230,7 @@ def take_tensors(
     file_name: Callable[[str], str],
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, WeightTensor]:
-    """The tensors of a file by their Hugging Face names; it refuses missing, misshapen and unknown tensors."""
+    """Returns the tensors of a file by their Hugging Face names; refuses missing, misshapen and unknown tensors."""
     found: dict[str, WeightTensor] = {}
     for name, shape in shapes.items():
         tensor = file.tensor(file_name(name))

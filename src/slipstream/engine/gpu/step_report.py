@@ -1,4 +1,7 @@
-"""The report of a device step: kernels write all its tensors into one stretch of memory, so one copy is enough."""
+"""Lays tensors of several shapes side by side in one stretch of memory, so that one copy moves all of them.
+
+`Report` holds what a device step tells the host; `row_passes.py` packs rows that the host lays out in the same way.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from slipstream.kernels.gpu.commit import CommitOutcome
 from slipstream.kernels.gpu.device_rows import LEAST_ROWS, MAX_DEPTH
 from slipstream.kernels.gpu.tree_growth import Grown
 
-# Each part begins at a multiple of so many 4-byte numbers, because kernels read and write 16 bytes at a time only from
-# such a border; with a smaller value their accesses would be smaller.
+# Each part begins at a multiple of so many 4-byte numbers (16 bytes), because kernels read and write 16 bytes at once
+# only from such an address; with a smaller value their accesses would be smaller.
 _ALIGNED = 4
 
 
@@ -33,12 +36,16 @@ def _padded(shape: Sequence[int]) -> int:
 
 
 class Report:
-    """The tensors of a step that the host reads, or their copy on the host, which is pinned for a GPU."""
+    """The tensors of a step that the host reads, on the device or as their copy on the host.
+
+    There are `each` rows for every sequence. `Grown` and `CommitOutcome` say what the tensors hold. The copy for a GPU
+    lies in pinned memory.
+    """
 
     def __init__(self, sequences: int, each: int, device: torch.device, pinned: bool = False) -> None:
         rows = sequences * each
         shapes = (
-            (max(rows, LEAST_ROWS),),
+            (max(rows, LEAST_ROWS),),  # matmuls read at least so many tokens
             (rows,),
             (rows,),
             (rows,),

@@ -1,4 +1,4 @@
-"""Targets and drafters as a GPU runs them: embedding, stack and head, around rows that stay on the device."""
+"""Runs targets and drafters on a GPU: embedding, stack and head. Rows do not leave the device in between."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class GpuTarget:
 
 
 class _DeviceSides:
-    """An embedding of every row for every layer: one of its token, and one computed from the first stream."""
+    """An embedding of every row for every layer: the scaled sum of its token's and a projected one."""
 
     def __init__(self, kernels: GpuKernels, sides: SideEmbeddings, config: DecoderConfig) -> None:
         self._kernels = kernels
         self._sides = sides
         self._shape = sides.layers, sides.size
         self._norms = sides.norm.expand(sides.layers, -1).contiguous()
-        # The model divides the projected rows by the square root of the width before it norms them. A norm undoes any
-        # such factor except in the epsilon, so the epsilon is multiplied by the width instead.
+        # The model divides the projected rows by the square root of the width before it normalises them. A norm undoes
+        # any such factor except in the epsilon, so the epsilon is multiplied by the width instead.
         self._eps = config.rms_eps * config.hidden_size
 
     def __call__(self, residual: Tensor, tokens: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _DeviceSides:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPools:
-    """The draft context in the place where a stack looks for a target's keys and values."""
+    """Gives a stack the draft context under the name by which it reads a target's keys and values."""
 
     target: Sequence[tuple[Tensor, Tensor]]
     scratch_place: int = 0  # only experts read it, and drafters have no experts
@@ -114,7 +114,7 @@ class GpuDrafter:
         self.taps = config.target_layer_ids
         self._kernels = kernels
         self._window = window
-        # A head that remembers the whole path to a token runs on the host.
+        # A head that depends on the whole path to a token runs on the host.
         self.heads = device_heads(drafter.heads, device) if drafter.heads is not None else None
         self.on_device = drafter.heads is None or self.heads is not None
         self.candidate_limit = drafter.heads.candidate_limit if drafter.heads is not None else 0
@@ -175,7 +175,7 @@ def rotary_pair(table: RotaryTable, positions: int, device: torch.device) -> Rot
 
 
 def device_heads(heads: DraftHeads, device: torch.device) -> HeadWeights | None:
-    """The heads as tables on a device; None if one of them remembers the whole path to a token."""
+    """The heads as tables on a device; None if one of them depends on the whole path to a token."""
     corrector = heads.corrector
     trust = _trust(heads.trust, device) if heads.trust is not None else None
     if corrector is None:

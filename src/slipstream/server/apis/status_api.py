@@ -1,4 +1,6 @@
-"""The state of a server: /health, /props, /slots, /metrics, the list of models, and loading or unloading a model."""
+"""The state of a server: /health, /props, /slots, /metrics, the list of models, loading or unloading a model, and
+reading the models file again.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,9 @@ from slipstream.server.serving.model_entries import ModelInfo, unknown_model
 from slipstream.server.serving.residency import Resident
 from slipstream.version import __version__
 
-_STILL_TO_COME = ("unloaded", "loading", "ready", "sleeping")
-
 
 def routes(state: ServerState) -> APIRouter:
-    """The routes about the server itself; from now on, the gauges of its metrics read its router."""
+    """The routes about the server itself; the gauges of the metrics show this server's router from now on."""
     state.metrics.watch(state.router)
     router = APIRouter(tags=["Status"], route_class=ParsedRoute)
 
@@ -49,8 +49,8 @@ def routes(state: ServerState) -> APIRouter:
     @router.get("/slots", response_model=None, summary="Open requests and how far they are")
     async def slots() -> JSONResponse:
         models = [(model, model.worker.snapshot()) for model in state.router.residents()]
-        told = [{"model": model.name, "alive": model.worker.alive, **asdict(seen)} for model, seen in models]
-        return JSONResponse({"models": told})
+        listed = [{"model": model.name, "alive": model.worker.alive, **asdict(seen)} for model, seen in models]
+        return JSONResponse({"models": listed})
 
     @router.get("/props", response_model=None, summary="What is loaded, how it is set, and what its steps cost")
     async def props(model: str | None = Query(default=None, max_length=256)) -> JSONResponse:
@@ -78,7 +78,7 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
     async def models() -> JSONResponse:
         listed = _model_objects(state)
         names = [str(model["id"]) for model in listed]
-        # Anthropic's clients page by the last three fields.
+        # Anthropic's clients read long lists in parts, by the last three fields.
         return JSONResponse(
             {
                 "object": "list",
@@ -116,12 +116,13 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
 def phase_of(state: ServerState) -> str:
     """The server's phase; it is `failed` if the server runs but none of its models can be loaded."""
     models = state.router.describe()
-    if state.phase == "ready" and models and not any(model.state in _STILL_TO_COME for model in models):
+    if state.phase == "ready" and models and all(model.state == "failed" for model in models):
         return "failed"
     return state.phase
 
 
 def _worst(reports: list[CanaryReport]) -> str:
+    """The most serious state of all canaries, or `learning` without reports."""
     found = {report.state for report in reports} or {"learning"}
     return next((state for state in ("warning", "ok", "learning") if state in found), "no promise")
 
@@ -166,7 +167,7 @@ def _one(state: ServerState, name: str) -> dict[str, object]:
 
 
 def _resident(state: ServerState, name: str | None) -> Resident | None:
-    """The named model, if it is in memory; without a name, the model used last."""
+    """The named model, which must be in memory; without a name the model used last, or None if none is in memory."""
     known = {info.name: info for info in state.router.describe()}
     if name is not None and name not in known:
         raise unknown_model(name, list(known))
@@ -188,7 +189,7 @@ def _describe(resident: Resident) -> dict[str, Any]:
         "expected_tau": llm.expected_tau,
         "draft_variants": llm.draft_variants,
         "draft_source": llm.draft_source,
-        # Where nothing drafts there is no policy that needs costs, so none were measured.
+        # Costs are measured only where something drafts.
         "costs": llm.measure_costs() if llm.speculates else None,
         "chat_template": llm.tokenizer.chat_template,
     }

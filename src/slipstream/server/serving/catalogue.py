@@ -72,7 +72,7 @@ class Catalogue:
 
     def residents(self) -> list[Resident]:
         """Every model that is at work, also one that has lost its name and only finishes its requests."""
-        return [resident for resident in self.in_memory() if not resident.going]
+        return [resident for resident in self.in_memory() if not resident.unloading]
 
     def idle(self) -> list[Entry]:
         """Entries whose model is in memory and has neither users nor requests that wait for it."""

@@ -1,7 +1,7 @@
-"""Prompts in preparation: how much work goes on at the same time, and in which threads.
+"""Limits how many characters are being prepared at the same time, and chooses the threads that prepare them.
 
-Rendering, tokenising and compiling a grammar take time and memory before a request stands in its engine's line. The
-limit of that line does not bound this work, so it has a limit of its own.
+Rendering, tokenising and compiling a grammar take time and memory before a request enters its engine's queue. The
+limit of that queue does not bound this work, so it has a limit of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from slipstream.server.serving.jobs import Job
 T = TypeVar("T")
 # Larger texts are prepared one at a time, because preparing a text may take 300 bytes of memory per character.
 LARGE_CHARS = 1 << 16
-# Characters that may be in preparation together: sixteen bodies of 4 MiB. More would fill the memory.
+# Characters that may be in preparation together: sixteen bodies of 4 MiB. With more, the memory could fill up.
 MAX_CHARS = 1 << 26
-_RETRY_AFTER_S = 5.0  # preparing a text of 4 MiB takes about as long; an earlier retry would be refused again
+_RETRY_AFTER_S = 5.0  # preparing a text of 4 MiB takes about as long, so an earlier retry would be refused again
 
 
 class Preparation:
-    """The prompts that are being prepared for one model. Only the event loop's thread may use it."""
+    """The prompts and other texts that are being prepared for one model. Only the event loop's thread may use it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -31,9 +31,13 @@ class Preparation:
         self._one_large = asyncio.Lock()
 
     async def run(self, chars: int, work: Callable[..., T], *arguments: object) -> T:
-        """Does `work` on a text of `chars` characters in another thread; refuses it if too many characters wait."""
+        """Does `work` on a text of `chars` characters in another thread.
+
+        It refuses the text if that and the texts in preparation exceed `MAX_CHARS`; a text alone is always admitted.
+        """
         if self.count and self._chars + chars > MAX_CHARS:
-            raise BusyError(f"{self.count} long prompts are being prepared already", retry_after_s=_RETRY_AFTER_S)
+            many = f"{self.count} texts of {self._chars} characters"
+            raise BusyError(f"the server is already preparing {many}", retry_after_s=_RETRY_AFTER_S)
         self.count, self._chars = self.count + 1, self._chars + chars
         try:
             return await self.go_on(chars, work, *arguments)
@@ -41,7 +45,7 @@ class Preparation:
             self.count, self._chars = self.count - 1, self._chars - chars
 
     async def go_on(self, chars: int, work: Callable[..., T], *arguments: object) -> T:
-        """Does more work on a text that `run` has admitted before; large texts take turns."""
+        """Does more work on a text that `run` has admitted before; large texts are prepared one at a time."""
         if chars < LARGE_CHARS:
             return await _in_thread(work, *arguments)
         async with self._one_large:
@@ -49,7 +53,7 @@ class Preparation:
 
 
 async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
-    """Waits for the thread even when cancelled, because the thread reads a model that only a lease keeps loaded."""
+    """Waits for the thread even if the caller is cancelled, because only the caller's lease keeps the model loaded."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(task)
@@ -59,7 +63,10 @@ async def _in_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def prompt_chars(job: Job) -> int:
-    """About how many characters a prompt is made of: messages, calls, tools and variables for its template."""
+    """About how many characters a prompt has: messages, calls, tools and variables for its template.
+
+    A prompt of token ids counts one for each.
+    """
     if job.messages is None:
         return len(job.prompt or ())
     tools = [(tool.name, tool.description, tool.parameters) for tool in job.tools]
@@ -67,7 +74,10 @@ def prompt_chars(job: Job) -> int:
 
 
 def _chars(value: object) -> int:
-    """Walks through a value of a body, whose depth is limited, without making lists of its parts."""
+    """Returns the characters in all strings of a body's value; other values count one.
+
+    Nothing is copied, and the depth of bodies is limited.
+    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Loading a model and unloading it again, in threads of their own; unloading returns the memory to the system."""
+"""Loads and unloads models, each in a thread of its own; unloading returns the memory to the system."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream.server.models")
 
 T = TypeVar("T")
-# How long unloading waits for a step that is still running. With a shorter wait, the models of a slow engine would be
-# dropped while its step reads them.
+# How long unloading waits for a step that is still running. With a shorter wait, the memory of a slow engine would
+# more often stay taken, because an engine is not closed while its step runs.
 _STOP_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A model in memory: its engine, the thread that owns the engine, and the number of leases on it."""
+    """A model in memory: its engine, the thread that owns the engine, and how many requests use it (leases)."""
 
     spec: ModelSpec
     llm: LLM
-    running: EngineWorker | None  # None once unloaded, so that a reference to this object keeps no engine alive
+    running: EngineWorker | None  # None once unloaded: a reference to this object then keeps no engine alive
     files: tuple[Path, ...]
     memory_bytes: int  # weights (the larger of measured and estimated) and the whole page pool
     preparation: Preparation = field(default_factory=Preparation)
     users: int = 0
-    going: bool = False  # whether the model is being unloaded
+    unloading: bool = False  # whether the model is being unloaded
     idle_since: float = field(default_factory=time.monotonic)
 
     @property
@@ -58,7 +58,10 @@ class Resident:
         return self.running
 
     def unload(self) -> None:
-        """Ends the engine's thread and returns all its memory; it waits up to `_STOP_S` for a step that is running."""
+        """Ends the engine's thread and returns its memory.
+
+        If a step still runs after `_STOP_S` seconds, the engine is not closed, and an error is logged.
+        """
         worker, self.running = self.running, None
         if worker is not None:
             if worker.stop(_STOP_S):
@@ -70,7 +73,7 @@ class Resident:
 
 
 def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> tuple[ModelSpec, Footprint]:
-    """Finds or downloads the files and adds up their memory; a page pool of no fixed size is cut to fit a budget.
+    """Finds or downloads the files and estimates their memory; a page pool without a fixed size is fitted to a budget.
 
     The spec that is returned has the size of the pool.
     """
@@ -83,13 +86,13 @@ def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> tuple[
         needs = needs.within(budget)
     if needs.total > budget:
         raise ConfigError(
-            f"it needs {in_mib(needs.total)}, the memory budget is {in_mib(budget)}",
+            f"it needs {in_mib(needs.total)}, but the memory budget is {in_mib(budget)}",
             "raise memory_budget or lower the model's cache_tokens or max_context",
         )
     return replace(spec, engine=replace(spec.engine, cache_tokens=needs.cache_tokens)), needs
 
 
-def load(spec: ModelSpec, needs: Footprint, undisturbed: Callable[[], bool], progress: Progress) -> Resident:
+def load(spec: ModelSpec, needs: Footprint, no_other_works: Callable[[], bool], progress: Progress) -> Resident:
     """Builds the engine, measures the costs of its steps and starts its thread.
 
     Memory is measured only while no other model works, because growth of another model's pool would be counted too.
@@ -97,7 +100,7 @@ def load(spec: ModelSpec, needs: Footprint, undisturbed: Callable[[], bool], pro
     from slipstream.engine.llm import LLM
     from slipstream.server.serving.worker import EngineWorker
 
-    quiet = undisturbed()
+    quiet = no_other_works()
     if quiet:
         give_memory_back()
     before = private_bytes()
@@ -115,7 +118,7 @@ def load(spec: ModelSpec, needs: Footprint, undisturbed: Callable[[], bool], pro
         llm.prepare_batches()
         llm.tokenizer.prepare_long_texts()
         give_memory_back()
-        grown = max(0, private_bytes() - before) if quiet and undisturbed() else 0
+        grown = max(0, private_bytes() - before) if quiet and no_other_works() else 0
         memory = max(needs.weight_bytes, grown) + needs.cache_tokens * needs.token_bytes
         worker = EngineWorker(llm, spec.name)
         worker.start()

@@ -278,7 +278,7 @@ class ModelRouter:
             entry.progress = "waiting for memory"
             remaining = deadline - time.monotonic()
             # Unloading a model always ends, so the load waits for it even after the deadline.
-            if remaining <= 0 and not any(resident.going for resident in self._catalogue.leaving):
+            if remaining <= 0 and not any(resident.unloading for resident in self._catalogue.leaving):
                 raise self._catalogue.no_memory(entry, needed, self._retry_s)
             await self._changed(max(remaining, _UNLOADING_POLL_S))
         entry.reserved = needed
@@ -307,9 +307,9 @@ class ModelRouter:
             self._send_off(resident)
 
     def _send_off(self, resident: Resident) -> asyncio.Task[None] | None:
-        if resident.going:
+        if resident.unloading:
             return None
-        resident.going = True
+        resident.unloading = True
         return self._in_background(self._unload(resident))
 
     async def _unload(self, resident: Resident) -> None:
