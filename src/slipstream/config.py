@@ -33,11 +33,11 @@ class EngineConfig:
     prefill_chunk: int = 0  # rows of one prompt in a step; 0 means the device's default, see `chunk_rows`
     step_rows: int = 512  # rows of all prompts in a step without decoding; beside decoding the limit is one chunk
     max_waiting: int = 1024
-    text_drafts: bool = True  # the text of a sequence is a source of drafts in modes auto and tree:ROWS:text
     draft_window: int | None = None  # tokens; None means the drafter's own safe default, 0 means unlimited
     prefix_cache: bool = True
     check_integrity: bool = False
     threads: int = 0  # 0 means one per core that this process may use
+    text_drafts: bool = True  # the text of a sequence is a source of drafts in modes auto and tree:ROWS:text
 
     def chunk_rows(self, on_gpu: bool) -> int:
         """Returns how many rows of one prompt a step computes.

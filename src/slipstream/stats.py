@@ -98,9 +98,6 @@ class RequestStats:
     novel_committed: int = 0
     verified_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    # the parts of the two lists above where only the text drafted so deep
-    text_verified_at: list[int] = field(default_factory=list)
-    text_accepted_at: list[int] = field(default_factory=list)
     ttft_ms: float = 0.0
     decode_ms: float = 0.0
     draft_ms: float = 0.0
@@ -109,6 +106,9 @@ class RequestStats:
     bad_drafts: int = 0  # steps that ran without the drafter's nodes because its logits were not finite
     draft_lora: str | None = None  # the drafter's variant; None for plain decoding and for sums
     policy: PolicyStats = field(default_factory=PolicyStats)
+    # the parts of `verified_at` and `accepted_at` where only the text drafted so deep
+    text_verified_at: list[int] = field(default_factory=list)
+    text_accepted_at: list[int] = field(default_factory=list)
 
     def record_step(
         self,

@@ -169,7 +169,7 @@ def test_props_tell_the_machine_the_costs_and_the_promise_but_no_secret(server: 
     assert props["model"] == MODEL and "dspark" in props["engine"]["draft"]
     assert props["costs"]["steps_ms"] and props["engine"]["block_size"] == 16
     assert set(props["expected_tau"]) >= {"code", "maths", "chat"}
-    assert props["canary"]["state"] in ("learning", "ok")
+    assert props["canary"]["state"] in ("learning", "ok") and props["settings"]["retry_after_s"] == 5
     assert "sesame" not in json.dumps(props)
     assert server.ask("/props?model=absent", headers=key())[0] == 404
 

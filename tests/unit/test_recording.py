@@ -62,6 +62,20 @@ def test_a_line_holds_the_conversation_and_its_acceptance(tmp_path: Path) -> Non
     assert line["tools"][0]["name"] == "look"
 
 
+def test_arguments_of_earlier_calls_are_text_in_every_line(tmp_path: Path) -> None:
+    """The APIs hand them over as text or as an object; readers of recordings meet one type."""
+    arguments: list[Any] = [{"ü": [1]}, '{"b": 2}']
+    calls: list[dict[str, Any]] = [{"id": "c", "function": {"name": "f", "arguments": given}} for given in arguments]
+    conversation: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "user", "content": "q"},
+    ]
+    recorded(tmp_path, (Job("m", messages=conversation), answer()))
+    (line,) = lines(tmp_path)
+    assert [call["function"]["arguments"] for call in line["messages"][0]["tool_calls"]] == ['{"ü": [1]}', '{"b": 2}']
+    assert calls[0]["function"]["arguments"] == {"ü": [1]}, "the template still reads the object"
+
+
 def test_prompts_and_settings_are_written_as_json_knows_them(tmp_path: Path) -> None:
     recorded(tmp_path, (Job("m", prompt=(1, 2, 3)), answer()), (Job("m", prompt="raw"), answer()), (job(), answer()))
     ids, text, chat = lines(tmp_path)

@@ -26,10 +26,11 @@ from slipstream.models.layers import (
     LayerShape,
     RotaryRows,
     SideEmbeddings,
+    Sublayer,
     load_attention,
     load_mlp,
+    load_norms,
     load_projections,
-    load_usual_layer,
 )
 from slipstream.models.moe import MoeShape, load_expert_block
 from slipstream.models.rope import RotaryTable
@@ -118,8 +119,9 @@ class Decoder:
         """Says what one layer consists of; families override it, or the two methods that it calls."""
         prefix = f"model.layers.{index}."
         mixer = self.make_mixer(weights, names, index, prefix)
+        first, second = load_norms(weights, self.config, prefix)
         feeder = self.make_feeder(weights, index, prefix + "mlp.")
-        return load_usual_layer(weights, self.config, prefix, mixer, feeder)
+        return Layer([Sublayer(mixer, first), Sublayer(feeder, second)])
 
     def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
         """Loads the part in which a row reads the rows before it; `prefix` begins the names of the layer's tensors."""

@@ -28,11 +28,12 @@ from slipstream.models.layers import (
     HeadGate,
     Layer,
     Projections,
+    Sublayer,
     load_attention,
     load_gate,
     load_mlp,
+    load_norms,
     load_projections,
-    load_usual_layer,
 )
 from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import Embedding, Weights
@@ -102,7 +103,8 @@ class DFlashDrafter:
         projections = load_projections(weights, config, prefix + "self_attn.")
         gate = self._load_gate(weights, prefix + "self_attn.", projections) if config.parts.gate_width else None
         mixer = load_attention(weights, config, index, prefix + "self_attn.", projections, gate)
-        layer = load_usual_layer(weights, config, prefix, mixer, load_mlp(weights, config, prefix + "mlp."))
+        first, second = load_norms(weights, config, prefix)
+        layer = Layer([Sublayer(mixer, first), Sublayer(load_mlp(weights, config, prefix + "mlp."), second)])
         if config.parts.conv_kernel_size:
             for sublayer, name in zip(layer.sublayers, ("attention_conv.", "mlp_conv."), strict=True):
                 sublayer.convolution = self._load_convolution(weights, prefix + name)

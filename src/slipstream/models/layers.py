@@ -288,8 +288,7 @@ def load_mlp(weights: Weights, shape: LayerShape, prefix: str, activation: Activ
     return Mlp(gate_up, down, gate_up_bias, weights.vector(prefix + "down_proj.bias", hidden), activation)
 
 
-def load_usual_layer(weights: Weights, shape: LayerShape, prefix: str, mixer: LayerPart, feeder: LayerPart) -> Layer:
-    """The layer that most families have: a norm and what mixes rows, a norm and what is in the place of the MLP."""
-    norms = ("input_layernorm", "post_attention_layernorm")
-    loaded = [weights.norm(f"{prefix}{name}.weight", shape.hidden_size) for name in norms]
-    return Layer([Sublayer(*given) for given in zip((mixer, feeder), loaded, strict=True)])
+def load_norms(weights: Weights, shape: LayerShape, prefix: str) -> tuple[Tensor, Tensor]:
+    """The norms of most families: one before what mixes rows, one before what is in the place of the MLP."""
+    first, second = (f"{prefix}{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
+    return weights.norm(first, shape.hidden_size), weights.norm(second, shape.hidden_size)

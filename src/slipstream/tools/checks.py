@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,12 +54,13 @@ def check_file(path: Path, progress: Progress | None = None) -> list[Check]:
     whole = _complete(path)
     if whole.problems:
         return [whole]
-    try:
-        with open_model(path) as model:
-            return [whole, _metadata(model), _known(model), _finite(model, progress)]
-    except SlipstreamError as error:
-        whole.problems.append(str(error))
-        return [whole]
+    with ExitStack() as opened:
+        try:
+            model = opened.enter_context(open_model(path))
+        except SlipstreamError as error:
+            whole.problems.append(str(error))
+            return [whole]
+        return [whole, _metadata(model), _known(model), _finite(model, progress)]
 
 
 def _complete(path: Path) -> Check:

@@ -199,6 +199,7 @@ def _settings(state: ServerState) -> dict[str, object]:
     """The server's settings without its secrets."""
     settings = asdict(state.settings)
     settings["api_keys"] = len(state.settings.api_keys)
+    settings["retry_after_s"] = float(RETRY_AFTER_S)
     folder = state.settings.draft_lora_folder
     settings["draft_lora_folder"] = None if folder is None else str(folder)
     settings["recording"] = None if state.recorder is None else str(state.recorder.path)

@@ -157,7 +157,7 @@ def note_answer(job: Job, answer: Answer, with_text: bool = False) -> None:
         error=answer.error or line.get("error"),
     )
     if with_text:
-        asked = [dict(message) for message in job.messages] if job.messages is not None else job.prompt
+        asked = job.written_messages if job.messages is not None else job.prompt
         line.update(prompt=asked, answer=answer.content)
 
 

@@ -191,7 +191,7 @@ def entry(job: Job, answer: Answer, request_id: str, time: datetime) -> dict[str
     """One line: the question, the answer and how many drafted tokens were accepted."""
     stats = answer.stats
     asked: dict[str, object] = (
-        {"messages": [dict(message) for message in job.messages]}
+        {"messages": job.written_messages}
         if job.messages is not None
         else {"prompt": job.prompt if isinstance(job.prompt, str) or job.prompt is None else list(job.prompt)}
     )

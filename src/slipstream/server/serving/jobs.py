@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,6 +41,11 @@ class Job:
     priority: int = 0  # requests with larger values are served first
     deadline_s: float | None = None
     prompt_class: str | None = None  # from metadata.prompt_class; selects the tau that the canary expects
+
+    @property
+    def written_messages(self) -> list[dict[str, Any]] | None:
+        """The conversation as logs and recordings have it: arguments of calls are JSON text, whatever the API is."""
+        return None if self.messages is None else [_written(message) for message in self.messages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +109,16 @@ class Answer:
             "draft": self.draft,
             "draft_lora": stats.draft_lora,
         }
+
+
+def _written(message: JsonObject) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    return dict(message) if not calls else {**message, "tool_calls": [_written_call(call) for call in calls]}
+
+
+def _written_call(call: JsonObject) -> dict[str, Any]:
+    function = call.get("function")
+    arguments = function.get("arguments", "") if isinstance(function, Mapping) else ""
+    if not isinstance(function, Mapping) or isinstance(arguments, str):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
