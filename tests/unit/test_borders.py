@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -342,6 +343,15 @@ def test_importing_the_package_does_not_import_torch_or_the_engine() -> None:
     sources, packages = parsed()
     top_level = ast.Module([n for n in sources[""].body if not isinstance(n, ast.If | ast.FunctionDef)], [])
     assert ours(imports(top_level, "", "" in packages, set(sources))) <= BASE
+
+
+def test_modules_and_public_classes_have_names_of_their_own() -> None:
+    """A reader who searches for a name finds one thing."""
+    paths = [path for path in (SRC / PACKAGE).rglob("*.py") if path.stem != "__init__"]
+    trees = [ast.parse(path.read_text()) for path in paths]
+    classes = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = [path.stem for path in paths] + [name for name in classes if not name.startswith("_")]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("path", modules().values(), ids=lambda path: str(path.relative_to(SRC / PACKAGE)))

@@ -84,7 +84,7 @@ class BenchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerEvents:
     """The events of one answer so far."""
 
     events: list[GenEvent] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Turn:
 
     prompt: int  # the number of the conversation
     history: list[Message]
-    answers: dict[str, Answer]
+    answers: dict[str, AnswerEvents]
 
     @property
     def question(self) -> str:
@@ -310,9 +310,9 @@ def play(
             history.append({"role": "assistant", "content": answers[PLAIN].text})
 
 
-def _answer(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> Answer:
+def _answer(llm: LLM, history: list[Message], plan: BenchPlan, mode: str, max_tokens: int) -> AnswerEvents:
     """Decodes one answer in one mode, alone and without the prompt cache; an engine's error is raised."""
-    answer = Answer()
+    answer = AnswerEvents()
     for _ in answer.follow(llm.stream(history, chat=True, max_tokens=max_tokens, **plan.settings(mode))):
         pass
     return answer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.bench.measure import Answer
+from slipstream.bench.measure import AnswerEvents
 from slipstream.cli import options as o
 from slipstream.cli.chat_session import COMMANDS, ChatSession, Message, QuitChat
 from slipstream.cli.draft_drawing import show_steps
@@ -154,7 +154,7 @@ class Chat:
         return True
 
     def _turn(self, question: str) -> None:
-        asked, answer = {"role": "user", "content": question}, Answer()
+        asked, answer = {"role": "user", "content": question}, AnswerEvents()
         self._stream([*self.session.messages(), asked], answer)
         stats = None if answer.finish_reason == "cancelled" else answer.stats
         self.session.answered(asked, answer.text, answer.stats)
@@ -167,7 +167,7 @@ class Chat:
             show_steps(self.ui, self.llm, answer.steps, stats)
         self.ui.note(footer(stats, self.plain_speed) if stats else "stopped")
 
-    def _stream(self, messages: Sequence[Message], answer: Answer) -> None:
+    def _stream(self, messages: Sequence[Message], answer: AnswerEvents) -> None:
         """Shows the answer while it is written. Ctrl-C ends only the answer, which then keeps the text so far."""
         tint = DraftTint()
         events = self.llm.stream(messages, chat=True, **self.session.settings())

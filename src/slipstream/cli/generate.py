@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.bench.measure import Answer
+from slipstream.bench.measure import AnswerEvents
 from slipstream.cli import options as o
 from slipstream.cli.draft_drawing import show_steps
 from slipstream.cli.trace import Trace
@@ -110,7 +110,7 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 def _write(
     ui: Ui, llm: LLM, stream: Iterator[GenEvent], trace: Trace, mode: str, show_drafts: bool, logprobs: bool
 ) -> None:
-    answer = Answer()
+    answer = AnswerEvents()
     try:
         for event in answer.follow(stream):
             trace.record(mode, event, llm.tokenizer)
