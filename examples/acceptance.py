@@ -1,9 +1,9 @@
-"""Traces how deep drafts are accepted: for each place in a draft, how often it was verified and how often kept.
+"""Prints for each place in a draft how often it was verified and how often it was accepted.
 
 python examples/acceptance.py
 
-A healthy pair falls off slowly from place to place. A pair that is wired wrong still writes the right text, but its
-first place is already rejected often, and this table is where that shows.
+With a sound pair the share falls slowly from place to place. A pair with a fault still writes the right text, but even
+the first drafted token is often rejected, and this table shows that.
 """
 
 from collections import Counter

@@ -13,7 +13,7 @@ from anthropic import Anthropic
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080"
 client = Anthropic(base_url=url, api_key="none")  # the key matters only if the server was started with one
 message = client.messages.create(
-    model="any",  # the server's default model
+    model="any",  # the model that the server used last; this server has only one
     max_tokens=32,
     system="You are brief.",
     messages=[{"role": "user", "content": "What is a page table?"}],

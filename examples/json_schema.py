@@ -21,6 +21,6 @@ BOOK = {
 
 llm = LLM("smollm2")
 answer = llm.generate("Describe a famous book as JSON.", chat=True, max_tokens=80, constraint=json_schema(BOOK))
-book = json.loads(answer.text)  # cannot fail unless max_tokens ended the answer early: finish_reason is then "length"
+book = json.loads(answer.text)  # it fails only if max_tokens ended the answer: see finish_reason
 print(f"{book['title']} ({book['year']}), a {book['genre']}")
 print(f"finish reason {answer.finish_reason}, {answer.stats.accepted} drafted tokens accepted")

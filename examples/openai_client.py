@@ -13,7 +13,7 @@ from openai import OpenAI
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080"
 client = OpenAI(base_url=f"{url}/v1", api_key="none")  # the key matters only if the server was started with one
 stream = client.chat.completions.create(
-    model="any",  # the server's default model
+    model="any",  # the model that the server used last; this server has only one
     messages=[{"role": "user", "content": "What is a page table?"}],
     max_tokens=32,
     stream=True,

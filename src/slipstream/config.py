@@ -15,7 +15,7 @@ DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
 KERNELS: tuple[Kernels, ...] = ("triton", "reference")
 PAGE_TOKENS = 64  # tokens in a cache page; the GPU's attention needs a power of two
 DRAFT_WINDOW_LIMIT = 2048  # tokens; the largest attention window that a drafter gets by default
-MOST_THREADS = 1024  # more than one machine has cores; a larger value would only cost memory for thread stacks
+MOST_THREADS = 1024  # few machines have so many cores; further threads would only take memory for their stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class EngineConfig:
     device: Device = "auto"  # "auto" takes a GPU if there is one
     kernels: Kernels = "triton"  # on a GPU only; "reference" is plain torch, slow and meant for comparison
     graphs: bool = True  # on a GPU only: a step is captured once as a CUDA graph and replayed
-    exact: bool = False  # on a GPU only: limits a step to the rows whose sums do not depend on the batch; costs speed
+    exact: bool = False  # on a GPU only: limits a step to so few rows that no sum depends on the batch; costs speed
     max_context: int = 0  # tokens a sequence may hold; 0 means what the target's config allows
     max_sequences: int = 8
     cache_tokens: int = 0  # tokens the page pool holds over all sequences; 0 means a size chosen from free memory
     prefill_chunk: int = 0  # rows of one prompt in a step; 0 means the device's default, see `chunk_rows`
-    step_rows: int = 512  # rows of all prompts in a step without decoding; beside decoding the limit is one chunk
+    step_rows: int = 512  # rows of all prompts together in a step that decodes nothing; otherwise one chunk
     max_waiting: int = 1024
     draft_window: int | None = None  # tokens; None means the drafter's own safe default, 0 means unlimited
     prefix_cache: bool = True

@@ -1,4 +1,4 @@
-"""The errors that a user can cause or meet. Each one has a message of one sentence and a hint what to do next."""
+"""The errors that a user can cause or meet. Each has one sentence and a hint that says what to do next."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ class EngineFailedError(SlipstreamError):
 
 
 class StaleEpochError(SlipstreamError):
-    """A command names an earlier state of a request, which has been resumed, paused again or ended since."""
+    """A command fits another state of its request, which has not begun, or was resumed, paused again or ended since."""

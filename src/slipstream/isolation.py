@@ -30,8 +30,8 @@ from slipstream.errors import BusyError, RequestError, SlipstreamError
 
 MIB = 2**20
 _LENGTH = struct.Struct("!Q")
-# A call may sleep for this many seconds per second of processor time that it may use. Only a call that hangs, or a
-# machine that swaps, sleeps at all; a smaller value would end correct calls there.
+# A call may sleep for this many seconds per second of processor time that it may use. A call sleeps only if it hangs or
+# if the machine swaps; a smaller value would end correct calls on a machine that swaps.
 _SLEEP_PER_CPU = 5
 _START_S = 60.0  # a fresh interpreter starts in 0.2 s; a machine that swaps needs far longer
 _END_S = 5.0  # the kernel removes a process in milliseconds; after this time the parent kills it
@@ -125,7 +125,10 @@ class Helper:
             self._end()
 
     def forget(self) -> None:
-        """Drops the child in a forked process: it belongs to the parent process, and so does the holder of the lock."""
+        """Drops the child and the lock in a forked process.
+
+        The child belongs to the process that forked, and a thread that held the lock exists only there.
+        """
         self.lock = threading.Lock()
         child, self._child = self._child, None
         if child is not None:
@@ -204,15 +207,15 @@ class _Child:
     def disown(self) -> None:
         self.end.detach()
         self.socket.close()
-        self.process.returncode = 0  # the process that forked waits for this child, not the current process
+        self.process.returncode = 0  # no wait here: only the process that forked can wait for this child
 
 
 def _patience(pid: int, sleep_s: float) -> TimeLeft:
     """Returns a function that says how long a process may still sleep, and raises TimeoutError if it may not.
 
-    Time in which it computes or waits for a processor does not count: the kernel limits the one, and the other depends
-    on how busy the machine is. The deadline first stands where it is if the process does nothing but sleep, and moves
-    on when it is reached.
+    Time in which the process computes does not count, because the kernel limits that time. Time in which it waits for a
+    processor does not count either, because it depends on how busy the machine is. The deadline first assumes that the
+    process only sleeps. When it is reached, it is put off by the time that did not count.
     """
     deadline = time.monotonic() + sleep_s
     sleeps_until = deadline - _awake_s(pid)

@@ -96,8 +96,8 @@ class RequestStats:
     committed: int = 0
     novel_steps: int = 0
     novel_committed: int = 0
-    verified_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    verified_at: list[int] = field(default_factory=list)  # by depth: the steps that verified a node so deep
+    accepted_at: list[int] = field(default_factory=list)  # by depth: the steps that accepted a node so deep
     ttft_ms: float = 0.0
     decode_ms: float = 0.0
     draft_ms: float = 0.0
@@ -106,7 +106,7 @@ class RequestStats:
     bad_drafts: int = 0  # steps that ran without the drafter's nodes because its logits were not finite
     draft_lora: str | None = None  # the drafter's variant; None for plain decoding and for sums
     policy: PolicyStats = field(default_factory=PolicyStats)
-    # the parts of `verified_at` and `accepted_at` where only the text drafted so deep
+    # the parts of `verified_at` and `accepted_at` at depths that only nodes from the text reached
     text_verified_at: list[int] = field(default_factory=list)
     text_accepted_at: list[int] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class RequestStats:
     ) -> None:
         """Counts one verify step that proposed `proposed` tokens up to `depth` deep and kept `accepted` of them.
 
-        If the text has drafted too, `drafter_depth` and `drafter_accepted` are the drafter's own part of that.
+        If the sequence's text has drafted too, `drafter_depth` and `drafter_accepted` count only the drafter's nodes.
         """
         self.steps += 1
         self.drafted += proposed
@@ -229,8 +229,8 @@ _SUMMED = (
 
 
 # Tokens that must repeat for a step to count as old text. With fewer, common phrases would count as loops; with more, a
-# short loop would count as new text for too long. The tau_novel of all recorded
-# results uses 8, so values with another length cannot be compared with them.
+# short loop would count as new text for too long. All recorded values of tau_novel use 8, so values with another number
+# cannot be compared with them.
 NGRAM_TOKENS = 8
 
 
@@ -240,7 +240,7 @@ def novel_steps(token_ids: Sequence[int], step_sizes: Sequence[int], ngram: int 
     Small models fall into loops, and a loop is easy to draft, so tau over all steps flatters the drafter. A step counts
     as new text if its next `ngram` tokens did not occur earlier in the completion. `token_ids` is the whole completion,
     `step_sizes` the tokens that each step committed. The first token comes from prefill and belongs to no step. A step
-    with fewer than `ngram` tokens left after its begin is not counted.
+    with fewer than `ngram` tokens left after its beginning is not counted.
     """
     written: set[tuple[int, ...]] = set()
     ends = ngram  # `written` holds all n-grams that end before this position

@@ -17,7 +17,7 @@ Progress = Callable[[str, int, int], None]  # takes a label, how much is done an
 _Item = TypeVar("_Item")
 MAX_SEED = 2**63 - 1
 MAX_TREE_ROWS = 256  # rows of one proposal that a mode may ask for
-MAX_EXPLORED = 0.2  # the share of its time that a gate may let trials lose; a larger share would be a wasteful mistake
+MAX_EXPLORED = 0.2  # the largest share of all time that trials may be allowed to lose; a larger one must be a mistake
 BASE_VARIANT = "base"  # the name of the drafter without an adapter
 GATE_THRESHOLDS: dict[str, tuple[str, ...]] = {
     "off": (),
@@ -28,7 +28,7 @@ GATE_THRESHOLDS: dict[str, tuple[str, ...]] = {
 
 
 def tracked(items: Sequence[_Item], label: str, progress: Progress | None) -> Iterator[_Item]:
-    """The same items; whenever the loop over them comes back for more, progress hears how many are done."""
+    """Yields the same items; each time the loop asks for another, `progress` gets the number of items that are done."""
     for done, item in enumerate(items, 1):
         yield item
         if progress is not None:
@@ -123,10 +123,11 @@ class Mode:
 class Gate:
     """When a request stops speculating. Each kind reads only its own thresholds.
 
-    `ema` stops when the average of (committed tokens * plain time / step time) stays under `margin`. `entropy` stops
-    when the target's top-1 probability stays under `floor` or falls under `hard`. `auto` compares expected tokens with
-    measured milliseconds before every step and drafts where that gives more than `margin` times plain decoding's speed.
-    Trials find out whether drafting has begun to pay; they may lose the share `explore` of all time; 0 forbids them.
+    `ema` stops when the average of (committed tokens * plain time / step time) stays under `margin` for `sustain`
+    steps, not counting the first `warmup` steps. `entropy` stops when the target's top-1 probability stays under
+    `floor` for `patience` steps or falls under `hard`. `auto` compares expected tokens with measured milliseconds
+    before every step and drafts where that gives more than `margin` times plain decoding's speed. Trials find out
+    whether drafting has begun to pay; they may lose the share `explore` of all time; 0 forbids them.
     """
 
     kind: Literal["off", "entropy", "ema", "auto"] = "off"
@@ -182,7 +183,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The reasoning before an answer. A constraint holds only after its end, and a budget ends it by force."""
+    """The reasoning before an answer. A constraint holds only after it, and a budget ends it by force."""
 
     budget: int | None = None  # tokens of reasoning, after which the engine writes the end tag
     opened: bool = True  # whether the prompt has opened it; otherwise it begins where the model writes the start tag

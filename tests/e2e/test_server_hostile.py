@@ -283,19 +283,20 @@ def test_only_who_has_the_key_is_answered(server: Server) -> None:
 
 
 def test_pages_of_other_origins_are_kept_out(server: Server) -> None:
-    def preflight(origin: str) -> tuple[int, dict[str, str], bytes]:
+    def preflight(origin: str, path: str = CHAT, method: str = "POST") -> tuple[int, dict[str, str], bytes]:
         return server.ask(
-            CHAT,
+            path,
             method="OPTIONS",
             headers={
                 "Origin": origin,
-                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Method": method,
                 "Access-Control-Request-Headers": "authorization, content-type",
             },
         )
 
     status, headers, _ = preflight("https://good.example")
     assert status == 200 and headers["access-control-allow-origin"] == "https://good.example"
+    assert preflight("https://good.example", "/v1/draft-lora/some", "DELETE")[0] == 200
     status, headers, _ = preflight("https://evil.example")
     assert status == 400 and "access-control-allow-origin" not in headers
 

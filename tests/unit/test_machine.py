@@ -112,12 +112,23 @@ def test_another_torch_asks_again_and_keeps_what_was_known(
     assert sorted(json.loads((own_cache / "machine.json").read_text()).values()) == [False, True]
 
 
-def test_a_damaged_memory_is_made_anew(monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["{ not json", "[1]", "null"])
+def test_a_damaged_memory_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path, damaged: str
+) -> None:
     own_cache.mkdir()
-    (own_cache / "machine.json").write_text("{ not json")
+    (own_cache / "machine.json").write_text(damaged)
     run_probes_by(LIVES, tmp_path, monkeypatch)
     assert machine.amx_survives()
     assert list(json.loads((own_cache / "machine.json").read_text()).values()) == [True]
+
+
+def test_where_nothing_can_be_stored_the_probe_still_answers(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path
+) -> None:
+    own_cache.write_text("a file where the folder should be")
+    run_probes_by(LIVES, tmp_path, monkeypatch)
+    assert machine.amx_survives()
 
 
 def test_without_amx_or_with_a_cap_of_the_users_nothing_is_probed(

@@ -160,6 +160,26 @@ def test_device_steps_learn_what_fewer_nodes_would_have_brought() -> None:
     assert own.expected(63) == pytest.approx(0.0, abs=0.01), "without nodes there is nothing to expect"
 
 
+def test_wider_trees_than_were_verified_look_better_after_drafts_of_varying_luck() -> None:
+    """Otherwise a device step would keep the width that it began with, whatever wider trees bring."""
+    own = sequence(policy())
+    for _ in range(20):
+        own.learn_widths(15, [0, 1, 2, 3, 4])
+        own.learn_widths(15, [0])
+    assert own.expected(31) > own.expected(15) + 0.1
+    for _ in range(200):
+        own.learn_widths(31, [0, 1, 2])
+    assert own.expected(31) == pytest.approx(own.expected(15), abs=0.01), "trees of 31 nodes have brought no more"
+
+
+def test_slots_beyond_the_drafters_block_promise_nothing() -> None:
+    own = policy().sequence(Mode.parse("auto"), Gate("auto"), 10)
+    own.slots = 10
+    for _ in range(200):
+        own.learn(chain_proposal(10), accepted(10))
+    assert own.prospect(10).tokens == pytest.approx(10.0, abs=0.01)
+
+
 def test_a_draft_without_nodes_brings_nothing() -> None:
     owner = policy()
     own = sequence(owner)

@@ -1,1 +1,1 @@
-"""Measurements: plain decoding against speculation over a file of prompts."""
+"""This package measures plain decoding, speculation and llama.cpp on the same prompts."""

@@ -11,7 +11,8 @@ from slipstream.bench.rival import NAME
 from slipstream.bench.rival_race import PrefillRace, Race
 from slipstream.stats import RequestStats
 
-# The heads fit into 80 columns: tau on new text, the share of accepted drafts, texts equal to plain decoding's.
+# The heads are short, so that the table fits into 80 columns: "novel" is tau on new text, "accepted" is the share of
+# drafted tokens that were accepted, and "same" counts the texts that equal plain decoding's.
 HEADS = ("mode", "tok/s", "speed-up, 95 %", "tau", "novel", "accepted", "same")
 RACE_HEADS = ("side", "tok/s, median", f"over {NAME}, 95 %", "over plain, 95 %", "tau")
 # Cores that other processes may keep busy during a measurement. Above it the report says that its speeds mean little.

@@ -1,4 +1,8 @@
-"""Compares the time of a step of N rows with its floors: reading every weight once, and the products of every row."""
+"""Compares the time of a step of N rows with two floors, below which it cannot be.
+
+One is the time to read every weight once, the other the time of all products (multiplications of a weight and a value
+of a row).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,13 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)  # doublings up to the most rows that one sequen
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """The measured time of one step of `rows` rows, and its two floors (None if the machine's peak is unknown)."""
+    """The measured time of one step of `rows` rows, and its two floors."""
 
     rows: int
     ms: float
     of_one: float  # the time in units of a step of one row
     byte_floor_ms: float
-    product_floor_ms: float | None
+    product_floor_ms: float | None  # None if the machine's peak is unknown
 
     @property
     def floor_ms(self) -> float:
@@ -44,7 +48,7 @@ def row_costs(
 ) -> list[RowCost]:
     """The costs of all ROWS that were measured; a step of one row must be among them.
 
-    `bandwidth` is in bytes per second, and `peak` in products per second.
+    `bandwidth` is in bytes per second, `products` counts the products of one row, and `peak` is in products per second.
     """
     byte_ms = 1000 * weight_bytes / bandwidth
     return [

@@ -11,7 +11,7 @@ Sample = tuple[int, float]  # the tokens decoded for one prompt, and their cost
 
 RESAMPLES = 4000  # draws of the bootstrap; fewer make the ends of an interval noisier, more only take longer
 _SEED = 0  # it is fixed, so that the same measurements always give the same report
-_POWERS = (1, -1, -1, 1)  # of each side's speed in the ratio
+_POWERS = (1, -1, -1, 1)  # the exponent of each side's speed in the ratio
 _TAIL_PERCENT = 2.5  # percent left out at each end, which makes 95 % intervals
 
 

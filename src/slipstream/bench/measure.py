@@ -191,7 +191,10 @@ class Ratio:
 
     @classmethod
     def of(cls, over: str, *sides: Sequence[Sample], least_prompts: int = 0) -> Ratio | None:
-        """Compares sides as `intervals.ratio` does; None if nothing was decoded."""
+        """Compares sides as `intervals.ratio` does; None if nothing was decoded.
+
+        The interval is left out if there are fewer than `least_prompts` prompts.
+        """
         value = ratio(*sides)
         interval = ratio_interval(*sides) if len(sides[0]) >= least_prompts else None
         return None if value is None else cls(over, value, interval)

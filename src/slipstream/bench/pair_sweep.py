@@ -53,7 +53,8 @@ class Cell:
     speedup: Ratio | None
     speedup_against: Ratio | None  # speed-up over speed-up, which cancels changes of the machine's speed
     answers: int
-    same_or_near: int  # answers whose texts equal plain decoding's in every mode, or differ only from a near-tie on
+    # Answers whose texts equal plain decoding's or differ only from a near-tie on; the mode with the fewest counts.
+    same_or_near: int
 
     def to_json(self) -> dict[str, object]:
         return {

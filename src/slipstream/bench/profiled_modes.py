@@ -1,4 +1,4 @@
-"""Measures how long each phase of a decoding step takes, per mode, and the least time that reading its bytes takes."""
+"""Measures per mode how long each phase of a decoding step takes, and in what time its bytes could be read at best."""
 
 from __future__ import annotations
 

@@ -32,9 +32,8 @@ HOW_TO_GET = f"pip install {PACKAGE}"
 # Pause before each side's turn. Worker threads spin for some milliseconds after their last work before they sleep; with
 # a shorter pause they would take processor time from the side that is measured.
 SETTLE_SECONDS = 0.05
-_START_SECONDS = (
-    120  # The start has failed after this time. If it is too short, large models on slow disks never start.
-)
+# The start has failed after this time. If it is too short, large models on slow disks never start.
+_START_SECONDS = 120
 _STOP_SECONDS = 10  # A process that has not ended by itself after this time is killed.
 
 

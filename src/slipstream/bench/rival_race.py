@@ -153,7 +153,7 @@ def race(
 def _run_side(
     llm: LLM, rival: Rival, side: str, ids: Sequence[int], plan: BenchPlan, max_tokens: int
 ) -> tuple[RequestStats, list[int]]:
-    """Runs one answer: its numbers and its token ids; llama.cpp's steps and ids are not known."""
+    """Runs one answer on one side; returns its numbers and its token ids, which are empty for llama.cpp."""
     if side == NAME:
         return rival.complete(ids, max_tokens, plan.temperature, plan.seed), []
     completion = _answer(llm, ids, plan, side, max_tokens, ignore_eos=True)

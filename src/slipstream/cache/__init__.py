@@ -1,1 +1,1 @@
-"""What a sequence keeps between steps: its pages, their reference counts, and the prefixes they can serve again."""
+"""What a sequence keeps between steps: its pages, their reference counts, and prefixes that later prompts can share."""

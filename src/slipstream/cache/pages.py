@@ -41,7 +41,7 @@ class PageTable:
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Takes `count` pages, neighbours if possible, because attention reads neighbouring pages in one call.
 
-        The first choice are the pages directly after page `after`.
+        The pages directly after page `after` are taken if they are free.
         """
         if count > self.free:
             raise OutOfPages(f"{count} pages wanted, {self.free} free")

@@ -35,7 +35,7 @@ class TriedRows(Protocol):
 
 
 class StatesInSlots:
-    """Rows after some of which the forward has written the state; maps the number of kept rows to the slot."""
+    """Rows of a forward that has written states itself; `slots` maps a number of kept rows to the state after them."""
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._slots = slots
@@ -112,7 +112,7 @@ class StatePool:
         found = self._checkpoints.get(key)
         if found is None:
             raise IntegrityError(f"no recurrent state was kept after page {key[0]}")
-        if self._room == 1:
+        if self._room == 1:  # no other slot is left, so the sequence takes the checkpoint's own slot
             return self._checkpoints.pop(key)
         self._checkpoints.move_to_end(key)
         slot = self.allocate()
@@ -147,7 +147,8 @@ class RecurrentState:
         self.length = 0
         self._tried: tuple[TriedRows, int] | None = None  # the forward whose outcome is open, and this sequence's index
         self._lent: Sequence[int] = ()  # slots into which that forward has written states
-        # set if fewer rows were kept than the state has been advanced by; only a sequence that ends may do this
+        # whether the state after the kept rows is unknown; it may be so only for a sequence that ends, which can keep
+        # fewer rows than the forward has advanced the state by
         self._lost = False
 
     @property
@@ -171,7 +172,7 @@ class RecurrentState:
         return self.pool.allocate() if self.pool.per_sequence > 1 else None
 
     def try_rows(self, tried: TriedRows, item: int, lent: Sequence[int] = ()) -> None:
-        """Notes that rows go through the target. The forward also fills the slots in `lent`, released afterwards."""
+        """Notes that rows go through the target. The forward also fills the slots in `lent`; `commit` releases them."""
         if self._lost:
             raise IntegrityError("a sequence continues after rows whose recurrent state is not known")
         self._give_back()

@@ -53,7 +53,8 @@ class SequenceState:
         self.waiting: list[tuple[int, Taps]] = []  # stretches without written context: first position, and taps
         self.spoiled = False  # whether the pages may hold NaN, so that they must be cleared before another use
         self.recurrent = RecurrentState(memory.states) if memory.states is not None else None
-        # Position where other prompts differ from this one; a state kept there may serve the next prompt
+        # Position up to which an earlier prompt was the same. The next prompt may differ there too, so a recurrent
+        # state is kept there.
         self.branch = 0
 
     @property
@@ -61,7 +62,10 @@ class SequenceState:
         return len(self.pages) * self.page_tokens
 
     def start(self, tokens: Sequence[int], cached_pages: Sequence[int]) -> None:
-        """Begins with a prompt and the pages of a cached prefix, already shared, which bring their draft context."""
+        """Begins with a prompt and the pages of a cached prefix.
+
+        The pages are already shared with this sequence, and they bring their draft context.
+        """
         if self.tokens or self.pages:
             raise IntegrityError("a sequence is started twice")
         if self.recurrent is not None:
@@ -125,7 +129,10 @@ class SequenceState:
             self.recurrent.land(rows)
 
     def checkpoint_rows(self, rows: int) -> list[int]:
-        """Returns the rows after which the recurrent state is worth keeping, if all of the next `rows` rows stay."""
+        """Returns the rows after which the recurrent state is worth keeping, if all of the next `rows` rows stay.
+
+        Each of them ends a page: a page at the pool's stride, the last full page, or the page that ends at `branch`.
+        """
         size, stride = self.page_tokens, self.recurrent.pool.stride if self.recurrent is not None else 0
         full, after = self.length // size, (self.length + rows) // size
         if not stride:
@@ -137,7 +144,10 @@ class SequenceState:
         ]
 
     def _keep_checkpoints(self, recurrent: RecurrentState, rows: Sequence[int]) -> None:
-        """Keeps states at the ends of pages. The newest one replaces the one before, unless that page was published."""
+        """Keeps states at the ends of pages.
+
+        The newest one replaces the one before, unless the page before is at the stride, ends at `branch` or is shared.
+        """
         pool, full = recurrent.pool, self.length // self.page_tokens
         ends = self.checkpoint_rows(len(rows))
         for end in ends:

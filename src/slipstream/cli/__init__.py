@@ -1,1 +1,1 @@
-"""The command line: one module per verb; `ui` draws everything on the terminal."""
+"""This package is the command line. Each verb has a module, and `ui` draws everything on the terminal."""

@@ -2,8 +2,9 @@
 
 `slipstream bench --prompts humaneval --limit 8 --max-tokens 128 --modes chain,chain:8,tree:32,auto`
 
-With --sweep or --draft-lora it compares preparations of the pair instead (cli/bench_sweep.py), with --rival it races
-llama.cpp (cli/bench_race.py), and with --profile it shows where a step's time goes.
+With --sweep it compares weight types of the pair instead, and with --draft-lora it compares adapters of the drafter
+(cli/bench_sweep.py). With --rival it compares the pair with llama.cpp (cli/bench_race.py), and with --profile it shows
+where a step's time goes.
 """
 
 from __future__ import annotations

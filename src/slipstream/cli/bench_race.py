@@ -25,9 +25,9 @@ def race(
     plan: BenchPlan,
     about: Mapping[str, object],
 ) -> None:
-    """Measures row costs, then both sides in alternation, and prints the result as JSON or draws it.
+    """Measures what steps of several sizes cost, then both sides in alternation; prints the result as JSON or draws it.
 
-    llama.cpp is started for this and stopped afterwards; without llama.cpp no model is loaded.
+    llama.cpp is started for this and stopped afterwards. If it is missing, an error is raised before a model is loaded.
     """
     from slipstream.bench import comparison_report as report
     from slipstream.bench import rival

@@ -1,4 +1,4 @@
-"""The part of `slipstream bench` that compares preparations of one pair: weight types, or adapters of the drafter.
+"""The part of `slipstream bench` that compares weight types of one pair, or adapters of its drafter.
 
 `slipstream bench --sweep draft=bf16,q8_0,q4-mix --prompts humaneval,gsm8k --limit 16 --runs 2`
 `slipstream bench --draft-lora code.gguf,chat.gguf,base --prompts mt-bench`

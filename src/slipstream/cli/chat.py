@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
 _PROMPT = "> "
-# Plain decoding's speed is measured on this prompt with this many tokens. Fewer tokens make the speed noisy, more delay
-# the first question.
+# Plain decoding's speed is measured on this prompt with this many tokens. With fewer tokens the speed is noisy; with
+# more, the user waits longer for the first question.
 _PROBE_PROMPT = "Once upon a time"
 _PROBE_TOKENS = 24
 

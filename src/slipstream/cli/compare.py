@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TOO_FAR = 1  # exit code when an error is above --max-error
 DEFAULT_PROMPTS = "humaneval,gsm8k,mt-bench"
-_SHOWN_TENSORS = 12  # Without --all the table shows this many, so that it fits on a screen with all outliers.
+_SHOWN_TENSORS = 12  # Without --all the table shows this many, so that it fits on a screen; it shows every outlier.
 _logits = partial(typer.Option, rich_help_panel="Logits")
 
 

@@ -40,7 +40,7 @@ def command(
     ui = Ui(json_output)
     plan = BenchPlan(max_tokens=max_tokens)
     conversations = [read_prompts(name, limit=1)[0] for name in PUBLIC]
-    total = RequestStats()  # llama.cpp's
+    total = RequestStats()  # the sum of llama.cpp's answers
     with o.load(ui, _TARGET, "auto", o.engine_config(threads=threads)) as llm, ExitStack() as stack:
         describe = llm.describe()
         if not json_output:

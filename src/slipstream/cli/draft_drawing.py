@@ -73,10 +73,10 @@ def _headline(number: int, step: StepRecord) -> str:
 
 
 def _branches(step: StepRecord) -> list[list[int]]:
-    """The rejected rows as runs from a branching point to a leaf, likeliest first.
+    """The rejected rows as lists, each from a branching point to a leaf, likeliest first.
 
-    Rows stand in the order in which they were proposed, parents first, so the run that a branch hangs on comes before
-    it.
+    Rows have the order in which they were proposed, parents first, so a list comes after the list that it branches
+    from.
     """
     kept = set(step.verdict.path)
     runs: list[list[int]] = []

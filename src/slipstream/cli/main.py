@@ -50,9 +50,10 @@ def main(
 
 
 def run() -> None:
-    """Runs the command line and exits with 0, with 2 and one sentence about what is wrong, or with 130 if interrupted.
+    """Runs the command line and exits with the verb's code, with 2 and one sentence about what is wrong, or with 130.
 
-    If the reader of the output has gone, as in `| head`, it exits silently with 1.
+    The code is 130 if the user has interrupted the program. If the program that reads the output has ended, as in
+    `| head`, the exit is silent and the code is 1.
     """
     try:
         _prepare_streams()
@@ -100,7 +101,10 @@ def _explain(error: Exception) -> str | None:
 
 
 def _settle(stream: TextIO | None) -> None:
-    """Empties a stream that takes no more, because Python would flush it again at exit and report the error twice."""
+    """Flushes a stream; if it cannot be written any more, sends what is left in its buffer to /dev/null.
+
+    Python would otherwise flush the stream again at exit and report the error a second time.
+    """
     if stream is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""The options that several verbs share, declared once, and the way from options to a loaded engine."""
+"""Declares the options that several verbs share, and turns options into settings and a loaded engine."""
 
 from __future__ import annotations
 

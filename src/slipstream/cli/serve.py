@@ -182,7 +182,7 @@ def command(
     )
     budget = None if memory is None else parse_binary_size(memory)
     if models is not None:
-        _refuse_beside_models_file(models, locals())  # which hold this verb's options by their names
+        _refuse_beside_models_file(models, locals())  # `locals` holds this verb's options by name
         router = ModelRouter.from_file(models, memory_budget=budget, idle_s=idle)
     else:
         config = o.engine_config(dtype, threads, max_context, None, device, kernels, no_graphs, exact, no_text_drafts)
@@ -197,7 +197,7 @@ def command(
 def single_model(
     target: str, draft: str, mode: str | None, engine: EngineConfig, draft_lora: Sequence[str] = ()
 ) -> ModelSpec:
-    """What the router needs to load the model of a server of one model, which it does at the start."""
+    """What the router needs to serve one model, which it loads at the start."""
     from slipstream.server.serving.model_files import ModelSpec, served_name
 
     defaults = {} if mode is None else {"mode": str(o.speculation(mode).mode)}

@@ -59,7 +59,11 @@ def command(
 
 
 def draw(ui: Ui, reports: Sequence[ServerReport]) -> None:
-    """Draws one server's checks with their sentences; several servers as columns, then what did not pass in words."""
+    """Draws a table of the checks.
+
+    With one server, each check has a sentence. With several servers, each server is a column of results, and a line
+    below the table describes each check that did not pass.
+    """
     reached = [report for report in reports if not report.unreachable]
     titles = [f"{report.url}, {report.model}" if report.model else report.url for report in reached]
     if len(reached) == 1:

@@ -72,7 +72,7 @@ class Ui:
     def table(
         self, title: str, heads: Sequence[str], rows: Iterable[Sequence[str | Text]], numbers: bool = True
     ) -> None:
-        """Prints a table whose first column names the row and whose other columns hold numbers, or else words."""
+        """Prints a table whose first column names the row; `numbers` aligns the other columns to the right."""
         table = Table()
         for index, head in enumerate(heads):
             table.add_column(escape(head), justify="right" if index and numbers else "left", overflow="fold")

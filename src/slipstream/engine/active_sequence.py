@@ -78,7 +78,7 @@ class ActiveSequence(ScheduledSequence):
         return self.policy is None or self.policy.slots > 0
 
     def take_plain_step(self) -> bool:
-        """Whether this step must run without drafts, which holds for one step."""
+        """Whether this step must run without drafts. The call clears the mark, which holds for one step."""
         plain, self.next_step_plain = self.next_step_plain, False
         return plain
 

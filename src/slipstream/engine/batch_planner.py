@@ -115,7 +115,7 @@ class BatchPlan:
     def of(
         cls, batch: DeviceBatch, wishes: Sequence[Wish], decisions: Sequence[Decision], may_draft: bool
     ) -> BatchPlan:
-        """From the wishes of the sequences that are there; empty columns wish for nothing."""
+        """Makes a plan from the wishes of the sequences that are still there; an empty column gets no rows."""
         count = len(batch.columns)
         spread, reasons = [NO_SEQUENCE] * count, [Decision()] * count
         for place, wish, decision in zip(batch.places, wishes, decisions, strict=True):
@@ -240,7 +240,9 @@ class BatchPlanner:
         for rows in self._steps.widths(len(batch.columns)):
             tokens = float(len(sequences))
             for policy, depth in drafting:
-                tokens += policy.expected(min(rows - 1, depth if policy.chains_only else policy.max_nodes))
+                # Without a drafter, a device step verifies a chain from the text.
+                chain = policy.chains_only or batch.variant is None
+                tokens += policy.expected(min(rows - 1, depth if chain else policy.max_nodes))
             shape = StepShape(len(sequences), rows * len(sequences), context, batch.sampled, branching=True)
             rates[rows] = tokens / (draft_ms + costs.step_ms(shape))
         return rates
@@ -258,7 +260,7 @@ class BatchPlanner:
         return {governed[(first + turn) % len(governed)] for turn in range(_LEARNT_SEQUENCES)}
 
     def learn_times(self, batch: DeviceBatch, landed: Landed, plan: BatchPlan, places: Iterable[int]) -> None:
-        """Tells the policies at these places how long the rows of their drafts took; their outcomes follow."""
+        """Tells the policies at these places how long the rows of their drafts took, before they learn the outcomes."""
         shape, costs = _shape(batch, landed, plan), self._proposer.policy.costs
         plain = shape._replace(rows=shape.batch, branching=False)
         per_node = (costs.step_ms(shape) - costs.step_ms(plain)) / max(1, shape.rows - shape.batch)
@@ -281,7 +283,7 @@ class BatchPlanner:
         tokens = sum(step.tokens) / len(batch.places)
         if plan.may_draft and size > _FEW_SEQUENCES:  # in a small batch the policy has chosen which sequences draft
             share = self._shares_in(batch).slowest_share(step.places, step.tokens)
-            # While other sequences wait for a column, one that is done early makes room for them.
+            # While other sequences wait for a column, one that ends early makes room, so the mean counts alone.
             tokens *= 1.0 if step.crowded else share
         self.gate.observe(size, plan.may_draft, step.rows, tokens, step.seconds)
 
@@ -319,13 +321,14 @@ def _drafting(batch: DeviceBatch, landed: Landed) -> int:
 def _nodes(batch: DeviceBatch, landed: Landed, plan: BatchPlan, place: int) -> int:
     """Returns how many rows one sequence's draft took.
 
-    A drafter fills nearly all rows that are planned for it. A text may fill none of them, and they take their time.
+    A drafter fills nearly all rows that are planned for it. A text may fill none of them. They take their time all the
+    same, so the planned rows count.
     """
     return landed.nodes[place] if batch.variant is not None else max(0, plan.wishes[place].nodes)
 
 
 def _shape(batch: DeviceBatch, landed: Landed, plan: BatchPlan) -> StepShape:
-    """The step as the cost table knows it."""
+    """The shape by which the cost table knows a step."""
     count = len(batch.places)
     rows = count + sum(_nodes(batch, landed, plan, place) for place in batch.places)
     return StepShape(count, rows, batch.context, batch.sampled, plan.branching and rows > count)

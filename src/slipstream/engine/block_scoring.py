@@ -45,7 +45,7 @@ def text_logits(target: Decoder, ids: Sequence[int], chunk: int = _CHUNK) -> Ite
     scratch = ScratchSequence(target, ids, len(ids))
     for start in range(0, len(ids), chunk):
         rows = ids[start : start + chunk]
-        # The mode does not span the whole loop, because the caller's code between two chunks must not inherit it.
+        # Inference mode does not span the whole loop, because the caller's code between two chunks must not inherit it.
         with torch.inference_mode():
             logits = scratch.run(rows, len(rows))
         yield logits

@@ -52,7 +52,7 @@ class DraftContexts:
                 self._write(name, _rows(result.taps, rows), spans)
 
     def hold(self, result: ForwardResult, item: int, rows: Sequence[int]) -> None:
-        """Keeps the taps of a sequence that is not drafting now: written together they cost a fraction."""
+        """Keeps the taps of a sequence that is not drafting now, because writing many together takes far less time."""
         work, first = result.works[item], result.starts[item]
         if work.state.waiting_rows >= MOST_WAITING_ROWS:
             self.write_waiting([work.state])

@@ -98,9 +98,10 @@ class Engine:
         return events
 
     def _run(self, plan: StepPlan[ActiveSequence]) -> list[GenEvent]:
-        """Prompts, and sequences that need the host between draft and token, share a host step; the rest a device step.
+        """Runs a host step, a device step, or both.
 
-        A CPU has no device steps.
+        Prompts, and sequences that need the host between draft and token, share the host step. All other sequences
+        share the device step. On a CPU everything runs in the host step.
         """
         batch, hosted = self.ahead.split(plan.decode) if self.ahead is not None else (None, plan.decode)
         events: list[GenEvent] = []
@@ -235,7 +236,10 @@ class Engine:
         return events
 
     def _publish(self, sequence: ActiveSequence, prompt_done: bool) -> None:
-        """Offers finished pages to later requests: the prompt's when it is computed, an answer's if that is exact."""
+        """Offers full pages to later requests through the prefix cache.
+
+        A prompt's pages are offered when the prompt is computed, an answer's only if `shares_generated` allows it.
+        """
         if self.prefix is None or not sequence.request.cache_prompt or sequence.state.spoiled:
             return
         if prompt_done:
@@ -256,7 +260,7 @@ class Engine:
         return events
 
     def _end_complete(self, plan: StepPlan[ActiveSequence]) -> list[GenEvent]:
-        """Ends requests of which only now is known that their constraint leaves nothing more to write."""
+        """Ends constrained requests that may write nothing more; their last token alone did not show that yet."""
         constrained = [sequence for sequence in plan.decode if sequence.sampler.guide is not None]
         over = [sequence for sequence in constrained if sequence.sampler.complete or not sequence.room]
         for sequence in over:

@@ -79,7 +79,7 @@ class BatchColumn:
 class Wish:
     """What one sequence proposes in a device step: at most `nodes` drafted tokens.
 
-    Those of the drafter are no deeper than `depth`. With `text`, a tree also takes nodes from the sequence's own text.
+    Tokens of the drafter are no deeper than `depth`. With `text`, a tree also takes nodes from the sequence's own text.
     """
 
     nodes: int = 0
@@ -152,7 +152,7 @@ class DeviceSteps(Protocol):
         """Waits for a step: the only place where the host waits for the device."""
 
     def forget_batch(self) -> None:
-        """Has the next launch load its batch again, because the device's lengths are no longer true."""
+        """Has the next launch load its batch again, because the lengths on the device are out of date."""
 
 
 class Executor(Protocol):
@@ -174,7 +174,7 @@ class Executor(Protocol):
 
     @property
     def shares_generated(self) -> bool:
-        """Whether decoding and prefill sum alike, so that generated pages may serve later prompts."""
+        """Whether decoding and prefill sum in the same order, so that generated pages may serve later prompts."""
 
     @property
     def spare_positions(self) -> int:
@@ -197,4 +197,4 @@ class Executor(Protocol):
         """Times steps of several widths, and drafts."""
 
     def prepare_batches(self) -> None:
-        """Does now what several sequences at once would first have to wait for."""
+        """Prepares now what the first steps with several sequences would otherwise wait for."""

@@ -191,7 +191,7 @@ class LaunchAhead:
                 self.planner.tell_policy(step.batch, landed.results, step.plan, sum(counts), landed.seconds)
 
     def _forget_device(self) -> None:
-        """A sequence did not move on as the device believes: the step in flight and the held plan are void."""
+        """Drops the step in flight and the held plan, because a sequence did not advance as they assume."""
         self._in_flight = None
         self.planner.forget()
         self.steps.forget_batch()

@@ -141,7 +141,7 @@ class LLM:
 
     @property
     def draft_source(self) -> DraftSource | None:
-        """What speculation lives on: a drafter, the text alone, or nothing, so that every request decodes plainly."""
+        """Where drafts come from: a drafter, the text alone, or nowhere, so that every request decodes plainly."""
         if self.has_draft:
             return "drafter"
         return "suffix" if self.engine.proposer.text_drafts else None

@@ -39,7 +39,7 @@ class Footprint:
         return self.weight_bytes + self.state_bytes + self.cache_tokens * self.token_bytes
 
     def within(self, budget: int) -> Footprint:
-        """Returns the same with a pool of at most a quarter of the budget, or of one whole context if that is more."""
+        """Returns this footprint with a pool of at most a quarter of the budget, or one context if that is more."""
         share = max(budget // 4 // self.token_bytes, self.max_context)
         room = max(0, budget - self.weight_bytes - self.state_bytes) // self.token_bytes
         pages = min(self.cache_tokens, share, room) // PAGE_TOKENS
@@ -52,7 +52,7 @@ def footprint(target: str, draft: str | None, config: EngineConfig, progress: Pr
     with open_weights(source.path) as file:
         shape, names = read_target_config(source.path, file)
         weights = _weight_bytes(file, config.weight_format)
-        if shape.tied_head:  # the head is packed for products, beside the table in which tokens are looked up
+        if shape.tied_head:  # the table is kept twice: to look tokens up, and packed for products as the head
             weights += file.tensor(names.file_name("model.embed_tokens.weight")).nbytes
     files, per_token = [source.path], PoolShape(shape.kv_shapes).bytes_per_token()
     wanted = drafter_source(target, draft)

@@ -92,7 +92,10 @@ def taken_outcome(
 
 
 def _void_outcome(sequence: ActiveSequence, proposal: Proposal) -> SequenceOutcome:
-    """A drafted row that is not a number may have spoiled the others: nothing stays, and the next step runs plain."""
+    """Keeps no row of a step in which a drafted row's logits are not finite, and makes the next step plain.
+
+    That row may have spoiled the other rows.
+    """
     sequence.state.clear_ahead(len(proposal.tokens))
     sequence.next_step_plain = True
     sequence.note_bad_draft("the target's numbers for a drafted token are not finite; the next step runs plain")
@@ -113,7 +116,7 @@ def _fail(sequence: ActiveSequence) -> str:
 def _token_outs(
     sequence: ActiveSequence, tokens: Sequence[int], drafted: int, logits: Tensor | None, rows: Sequence[int]
 ) -> list[TokenOut]:
-    """Tokens as they are reported; `rows` of the logits come before each."""
+    """Tokens as they are reported; each was chosen after the row in the same place of `rows`."""
     top = sequence.request.sampling.logprobs
     if top is None or logits is None or not tokens:
         return [TokenOut(token, index < drafted) for index, token in enumerate(tokens)]

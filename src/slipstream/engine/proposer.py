@@ -127,7 +127,7 @@ class Proposer:
     ) -> tuple[list[BlockDrafts | None], float]:
         """The blocks, and the seconds that went into draft context which earlier plain steps had left to write.
 
-        These seconds are no part of a draft's cost: drafts would look dearer the more rarely they are made.
+        These seconds are no part of a draft's cost. Otherwise rare drafts would look more expensive than frequent ones.
         """
         wanting = [index for index, count in enumerate(slots) if count]
         began = time.perf_counter()
@@ -194,8 +194,8 @@ class Proposer:
             for place, count in zip(places, planned, strict=True):
                 slots[place] = count
         for index, sequence in enumerate(sequences):
-            # The masks of its drafts would take a slow constraint as long as its own masks. In a step of the host the
-            # text is looked at beforehand, and only a drafter fills slots.
+            # With a slow constraint, the masks of drafts would take as long as those of the text. In a host step
+            # (`texts` is given) the text has been searched already, so only a drafter can fill slots.
             unfit = sequence.sampler.slow or (texts and not self.proposals)
             if sequence.take_plain_step() or (slots[index] and unfit):
                 slots[index] = 0
@@ -277,7 +277,7 @@ class Proposer:
         draft_s: float,
         step_s: float,
     ) -> None:
-        """Learns costs from a step of the host that held nothing but decoding; `step_s` leaves drafting out."""
+        """Learns costs from a host step that only decoded; `step_s` is its time without drafting."""
         rows = _rows(proposed)
         drafted = rows > len(proposed)
         if any(each.policy is not None for each in sequences):
@@ -296,7 +296,7 @@ class Proposer:
         self.refresh(times, gates, timed=not drafted or not self._drafted_steps % _TIMED_STEPS)
 
     def timing_due(self, drafted: bool) -> bool:
-        """Whether this step is one to learn costs from: plain steps come by the hundred, so most are left out."""
+        """Whether costs are learnt from this step. There are many plain steps, so most of them are left out."""
         if self._policy is None:
             return False
         self._plain_steps = 0 if drafted else self._plain_steps + 1

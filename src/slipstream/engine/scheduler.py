@@ -1,10 +1,11 @@
 """Decides which sequences run: the queue and its slots, admission by pages, turns, pauses, prefill on a fixed grid.
 
-No tensors here. Larger priorities go first, and within one priority the earlier request. While no sequence waits, every
-running sequence keeps its slot. When one waits, a running sequence that has used up its quantum hands its slot to the
-first waiting sequence that can really start and has the same or a higher priority (to a higher one at once). It keeps
-its pages and goes to the end of its queue, so that it goes on later without computing anything twice. Waiting raises
-the priority a request counts with, so that a steady stream of larger priorities cannot keep it waiting for ever.
+This module holds no tensors. A request with a larger priority goes first; among equal priorities, the earlier request
+does. While no sequence waits, every running sequence keeps its slot. While one waits, a running sequence gives its slot
+to the first waiting sequence that can really start: to one of a larger priority at once, and to one of the same
+priority when the running sequence has used up its quantum. The sequence that gives its slot up keeps its pages and goes
+to the end of the queue, so that it goes on later without computing anything twice. A request's priority rises while it
+waits, so that a steady stream of requests with larger priorities cannot keep it waiting for ever.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class ScheduledSequence:
     ready: Callable[[], bool] = lambda: True  # whether a token could be chosen for the sequence now
     where: Literal["waiting", "running", "paused"] = "waiting"
     place: int = 0  # its place in the queue, by arrival
-    since: float = 0.0  # when it joined the queue: from then on its priority rises
-    level: int = 0  # its priority, raised by its waiting, when it got its slot: only a larger one takes the slot away
+    since: float = 0.0  # when it joined the queue; its priority rises from then on
+    # its raised priority when it got its slot; only a larger one takes the slot away before the quantum is used up
+    level: int = 0
     turn: int = 0  # orders prompts by their last chunk, or by when they got their slots
-    chunk_at: float = 0.0  # when that was: from then on the priority of its prompt rises
+    chunk_at: float = 0.0  # when its last chunk ran or it got its slot; the priority of its prompt rises from then on
     kept_tokens: tuple[int, ...] = ()  # a sequence that lost its pages is computed again from these
     _slot_taken_at: tuple[int, int] = (0, 0)  # generated tokens and computed positions when it got its slot
 
@@ -104,7 +106,7 @@ class ScheduledSequence:
 
     @property
     def served(self) -> int:
-        """What it had of its slot so far, in decoded tokens or in prefilled rows counted as tokens."""
+        """What it got in its slot so far: decoded tokens, and prefilled rows converted to tokens."""
         tokens = self.generated - self._slot_taken_at[0]
         rows = self.state.length - self._slot_taken_at[1] - tokens
         return tokens + max(0, rows) // _ROWS_PER_TOKEN
@@ -207,7 +209,7 @@ class Scheduler(Generic[Scheduled]):
             )
 
     def add(self, sequence: Scheduled) -> None:
-        """Queues a sequence that fits (`check_fits`); refuses it while too many wait that have never run."""
+        """Queues a sequence that fits (`check_fits`); refuses it while too many sequences wait that have never run."""
         newcomers = self.newcomers
         if newcomers >= self.limits.max_waiting:
             raise BusyError(f"{newcomers} requests are waiting already")
@@ -352,7 +354,7 @@ class Scheduler(Generic[Scheduled]):
             sequence.state.release()
 
     def plan(self) -> StepPlan[Scheduled]:
-        """Every decoding sequence, and prefill chunks: as many as a step takes, or one chunk's rows beside decoding.
+        """Plans a step: decoding sequences with prompt rows of up to one chunk, or prompts alone with more rows.
 
         Beside decoding, prompts get a quarter of the time: after a step with both, decoding goes on alone for three
         times as long as that step took. So prompts make a stream slower by a third at most. Prompts take turns: the
@@ -401,7 +403,7 @@ class Scheduler(Generic[Scheduled]):
         {"waiting": self.waiting, "running": self.running, "paused": self.paused}[sequence.where].remove(sequence)
 
     def check(self) -> None:
-        """Every page is free or known to a sequence or the prefix cache, and every sequence's parts agree."""
+        """Checks that a sequence or the prefix cache lists each page in use, and that every sequence's parts agree."""
         held = [page for sequence in self._all() for page in sequence.state.pages]
         if self._prefix is not None:
             held += self._prefix.held()

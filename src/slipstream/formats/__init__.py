@@ -1,1 +1,1 @@
-"""Model files: where they come from, how their headers are checked, and how their tensors are read and written."""
+"""This package finds model files, checks their headers, and reads and writes their tensors."""

@@ -33,7 +33,7 @@ MAX_ARRAY_ELEMENTS = 2**24
 MAX_ARRAY_DEPTH = 4
 MAX_NAME_BYTES = 2**16
 
-_WINDOW_BYTES = 1 << 20  # read ahead, because a header consists of very many small values
+_WINDOW_BYTES = 1 << 20  # bytes that one read fetches, because a header consists of very many small values
 
 _DAMAGED = "the file is damaged: fetch it again"
 

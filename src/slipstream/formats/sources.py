@@ -35,7 +35,7 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<fil
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*"]
 # Some repositories carry these second copies of the weights beside the files that Slipstream reads.
 HUB_IGNORED = ["original/*", "onnx/*", "consolidated*"]
-CHUNK_BYTES = 1 << 20  # of a packaged file, copied and hashed at a time
+CHUNK_BYTES = 1 << 20  # bytes of a packaged file that are copied and hashed at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Constraints of requests: llguidance tries each one before the request is accepted, and follows it while it runs.
+"""Constraints of requests: llguidance tries each one before its request is accepted, and then computes its masks.
 
-Clients write constraints, and the library recurses along their references without a limit of time or memory. It
+Clients write constraints, and llguidance recurses along their references without a limit of time or memory. It
 therefore runs in two child processes: one tries new constraints, the other computes the masks of running requests.
 """
 
@@ -55,7 +55,7 @@ class Grammars:
             partial(self._vocabulary_arguments, whole=True),
             "process that computes masks",
         )
-        self._ended: list[int] = []  # numbers of requests that this process may forget
+        self._ended: list[int] = []  # numbers of ended requests, which the mask process may forget
 
     def close(self) -> None:
         """Ends both processes; the next call that needs one starts a new one."""

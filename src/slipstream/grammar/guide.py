@@ -25,11 +25,12 @@ from slipstream.types import Thinking
 # a step 4 ms and more. Every request of the step waits too: with 4 ms, one constrained request made the others twice as
 # slow.
 DRAFTS_WAIT_S = 0.001
-# A step's drafts get masks for this much work, and an answer within it counts as quick. Short steps last as long.
+# The drafts of one step get masks until these took this much work in all; an answer that took no more counts as quick.
+# A short step lasts about as long.
 STEP_S = 0.004
 # A step waits for a guide only if its answers take at most this much work on average; ordinary grammars take 0.1 ms.
 _QUICK_S = 0.001
-_AVERAGED_ANSWERS = 5
+_AVERAGED_ANSWERS = 5  # about so many answers count in the average
 # A request ends with an error if its guide takes more work than this: 10 s and another 0.1 s per token. An ordinary
 # grammar takes 0.1 ms per token, a large one 5 ms.
 GRACE_S = 10.0
@@ -228,7 +229,7 @@ class _Clock:
     def waited_in_vain(self) -> None:
         """Notes that a slow answer has held up a step.
 
-        Doubling `_needed` keeps such steps rare, however they are spread.
+        Doubling `_needed` keeps such steps rare, however the slow answers are spread over the text.
         """
         self._quick, self._needed = 0, 2 * self._needed
 
@@ -240,7 +241,7 @@ class _Clock:
         return self._quick >= self._needed and self._average_s <= _QUICK_S
 
     def exhausted(self, shared: bool) -> bool:
-        """Whether this step's drafts get no more masks; a `shared` step has other sequences, which wait along."""
+        """Whether this step's drafts get no more masks; in a `shared` step other sequences wait too."""
         return self._step_s > STEP_S or (shared and self.waited_s > DRAFTS_WAIT_S)
 
 

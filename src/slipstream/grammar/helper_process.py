@@ -60,7 +60,7 @@ def trial(*vocabulary: Any) -> Work:
 def _compiled(tokenizer: LLTokenizer, kind: str, source: str, before: str | None) -> LLMatcher:
     """Returns a matcher at the start of its grammar, preceded by the grammar `before` if there is one.
 
-    A thread of its own compiles it, because only a new thread can have a larger stack.
+    A new thread compiles the grammar, because only a new thread can have a larger stack.
     """
     usual = threading.stack_size(_COMPILE_STACK_BYTES)
     try:
@@ -133,6 +133,8 @@ def desk(*vocabulary: Any) -> Work:
 
 
 class Desk:
+    """The position of each running request in its grammar, and the compiled grammars that were used last."""
+
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._start_of = lru_cache(_REMEMBERED_GRAMMARS)(partial(_compiled, tokenizer))
         self._places: dict[int, _Place] = {}
@@ -140,10 +142,10 @@ class Desk:
     def mask(
         self, number: int, opening: Sequence[Any] | None, tokens: list[int], path: list[int], ended: Sequence[int]
     ) -> list[Any] | None:
-        """Returns the bits of what may follow the tokens and the path, whether the text ends there, and the work in s.
+        """Returns the bits of what may follow the tokens and the path, whether the text ends there, and the work.
 
-        `tokens` are those written since the last call. The result is None if the request is unknown here and `opening`
-        does not describe it.
+        The work is the mask's processor time in seconds. `tokens` are those written since the last call. The result is
+        None if the request is unknown here and `opening` does not describe it.
         """
         for gone in ended:
             self._places.pop(gone, None)

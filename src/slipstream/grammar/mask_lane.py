@@ -51,7 +51,7 @@ class Lane:
     has nothing else to do.
 
     The thread starts with the first mask, and again in a forked process. It is a daemon thread, so the interpreter does
-    not wait for it at its end.
+    not wait for it when it ends.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Lane:
         self._line = _Line()
         self._order = itertools.count()
         self._patience_s = STEP_PATIENCE_S
-        self.shared = False  # the step that is running has several sequences, which all wait for a mask
+        self.shared = False  # whether the running step has several sequences, which then all wait for a mask
 
     def submit(self, work: Callable[[], Result], urgent: bool = True) -> Future[Result]:
         """Queues work behind what was submitted before; work that is not urgent goes behind all urgent work."""
@@ -106,7 +106,7 @@ _Item = tuple[bool, int, Future[Any] | None, Callable[[], Any] | None]
 
 
 class _Line:
-    """The work that waits for a lane's thread. The thread holds the line and not the lane, so a lane can be dropped."""
+    """The work that waits for a lane's thread. The thread refers only to it, so the lane itself can be dropped."""
 
     def __init__(self) -> None:
         self.idle = False  # whether the engine has nothing to do until some work is done
@@ -157,11 +157,11 @@ def _serve(line: _Line) -> None:
         line.finished.set()
 
 
-_numbers = itertools.count()  # of the requests with a grammar
+_numbers = itertools.count()  # each request with a grammar takes the next number
 
 
 class Matcher:
-    """One request's grammar in the process that computes masks, which learns of it with the first mask.
+    """One request's grammar in the process that computes masks; the process gets it when the first mask is asked for.
 
     Only the lane's thread calls it, because a call may take long.
     """

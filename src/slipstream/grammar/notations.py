@@ -57,10 +57,11 @@ def regex(pattern: str) -> Constraint:
 
 
 def tool_constraint(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True) -> Constraint | None:
-    """Calls are `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>` with arguments that fit the schemas.
+    """Returns the constraint of an answer that may or must call tools; None if nothing is constrained.
 
+    A call is `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>` with arguments that fit the schema.
     If no call is required, any text may be written too, but a `<tool_call>` must be followed by a call. A named tool is
-    called once; without `parallel` every answer ends with its first call. The result is None if nothing is constrained.
+    called once; without `parallel` every answer ends with its first call.
     """
     if not tools or choice.kind == "none":
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -82,7 +83,7 @@ def amx_survives() -> bool:
 
 
 def amx_works(handle: ctypes.CDLL) -> bool:
-    """Whether AMX int8 tiles may be used and compute correctly; a child process tries them, because it may die."""
+    """Whether AMX int8 tiles may be used and compute correctly; they are tried in a child process, which may crash."""
     if not handle.slip_request_amx():
         return False
     probe = f"""
@@ -96,25 +97,25 @@ sys.exit(0 if library.slip_request_amx() and library.slip_probe_amx() else 1)
 
 
 def _remembered(what: str, probe: str) -> bool:
-    """Whether a script succeeds in a child process; the answer is stored per machine and `what`, and asked for once."""
+    """Whether a script succeeds in a child process; its answer is stored per machine and `what`, so it runs once."""
     path = user_cache() / "machine.json"
     key = f"{cpu_name()} | {platform.node()} | {what}"
-    known: dict[str, bool] = {}
-    if path.is_file():
-        try:
-            known = json.loads(path.read_text())
-        except (OSError, ValueError):
-            known = {}
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError):
+        stored = None
+    known: dict[str, bool] = stored if isinstance(stored, dict) else {}
     if key not in known:
         try:
             done = subprocess.run([sys.executable, "-c", probe], capture_output=True, timeout=120, check=False)
             known[key] = done.returncode == 0
         except subprocess.TimeoutExpired:
             known[key] = False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(known))
-        scratch.replace(path)
+        with contextlib.suppress(OSError):  # where nothing can be stored, the next process tries again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_suffix(f".{os.getpid()}")
+            scratch.write_text(json.dumps(known))
+            scratch.replace(path)
     return bool(known[key])
 
 
@@ -156,8 +157,7 @@ def int8_peak() -> float | None:
 def measure_formats(
     candidates: list[WeightFormat], outputs: int, inputs: int
 ) -> dict[WeightFormat, tuple[float, float]]:
-    """Measures the milliseconds of 1 row and of 16 rows through a matrix of this shape, for each format that works
-    here.
+    """Returns the milliseconds of 1 row and of 16 rows through a matrix of this shape, per format that works here.
 
     The formats take turns, so that a busy moment of the machine does not count against a single one.
     """

@@ -31,7 +31,7 @@ class AttentionPattern:
 class RowGroup:
     """The rows of one sequence in a batch: their positions, the pages that hold their keys, and what each row sees.
 
-    Every step makes one group per sequence, so a group only describes: `page_ids` is the sequence's own list. What a
+    Every step makes a group for each sequence, so a group copies nothing: `page_ids` is the sequence's own list. What a
     kernel computes from the group (masks, arrays) is kept in `derived`, because every layer needs the same.
     """
 
@@ -77,7 +77,7 @@ class RowPlaces:
 
 
 class RowBatch(RowPlaces):
-    """Everything that one forward needs to know about its rows; there is a list of groups per attention pattern."""
+    """The rows of one forward with all that it needs to know of them; each attention pattern has its list of groups."""
 
     def __init__(
         self,

@@ -7,9 +7,10 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 
-MOST_LAYERS = 4096  # far more than any model has; without a limit a damaged file could make us allocate everything
+MOST_LAYERS = 4096  # far more than any model has; without a limit a damaged file could take all memory
 SLIDING, FULL = "sliding_attention", "full_attention"  # the types of layers with attention in config.json files
-# What config.json files and, after the architecture, GGUF files call the numbers that every model has.
+# The keys of the numbers that every model has: that of config.json files, and that of GGUF files without the
+# architecture and the dot before it.
 _LAYERS, _RMS_EPS = ("num_hidden_layers", "block_count"), ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 _COMMON_KEYS = {
     "hidden_size": ("hidden_size", "embedding_length"),
@@ -36,7 +37,7 @@ class ConfigReader:
         return any(key.startswith(f"{arch}.") for key in self.values)
 
     def layers(self, key: str) -> int:
-        """A number of layers, with a limit, because a damaged file must not decide how much is allocated."""
+        """Reads a number of layers, with a limit, because a damaged file must not decide how much is allocated."""
         found = self.integer(key)
         if found > MOST_LAYERS:
             raise ConfigError(f"{self.label}: '{key}' is {found}, no model has more than {MOST_LAYERS} layers")
@@ -64,7 +65,7 @@ class ConfigReader:
         return list(value)
 
     def each_layer(self, key: str, layers: int, default: int | None = None) -> tuple[int, ...]:
-        """A whole number for every layer, of which files give one for all layers or a list."""
+        """Returns a whole number for every layer; files have either one number for all layers or a list."""
         if not isinstance(self.values.get(key), list | tuple):
             return (self.integer(key, default),) * layers
         found = self.integers(key)
@@ -73,31 +74,32 @@ class ConfigReader:
         return tuple(found)
 
     def layer_kinds(self, key: str, layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
-        """The kind of every layer, each of which must be among `known`."""
+        """Returns the kind of every layer, and refuses one that is not among `known`."""
         found = self._get(key, None)
         if not isinstance(found, list) or len(found) != layers or any(kind not in known for kind in found):
             raise ConfigError(f"{self.label}: {key} must name {layers} layers, each one of {', '.join(known)}")
         return tuple(found)
 
     def section(self, key: str) -> ConfigReader:
-        """A nested object; a value that is absent, null or no object reads as an empty one."""
+        """Returns a reader of a nested object, which is empty if the value is absent, null or no object."""
         value = self.values.get(key)
         return ConfigReader(value if isinstance(value, Mapping) else {}, f"{self.label}: {key}")
 
     def text_part(self) -> ConfigReader:
-        """The section of a multimodal config about its language model, or the whole config of a text model."""
+        """Returns the section of a multimodal config about its language model, or the whole config of a text model."""
         return self.section("text_config") if self.has("text_config") else self
 
     def numbers(self, keys: Mapping[str, tuple[str, str]], arch: str = "", **own: Any) -> dict[str, Any]:
-        """Whole numbers by our names for them, and those in `own`, which are not read.
+        """Returns whole numbers by the names of our configs, and those in `own`, which are not read.
 
-        `keys` has how config.json files call a number, and how GGUF files do after their architecture `arch`.
+        `keys` has two keys for each name: that of config.json files, and that of GGUF files, which stands there after
+        the architecture `arch`.
         """
         read = {name: self.integer(_key(both, arch)) for name, both in keys.items() if name not in own}
         return read | own
 
     def common(self, arch: str = "", even_heads: bool = False, **own: Any) -> dict[str, Any]:
-        """The numbers that every model has, by the names of our configs, and those in `own`, which are not read.
+        """Returns the numbers that every model has, by our configs' names, and those in `own`, which are not read.
 
         With `even_heads`, heads that the config does not describe share the width evenly and have keys of their own,
         as the formats of Llama-like models define it.
@@ -111,14 +113,14 @@ class ConfigReader:
         return self.numbers(_COMMON_KEYS, arch, **{"layers": layers, "rms_eps": eps} | own)
 
     def flags(self, key: str, count: int) -> tuple[bool, ...]:
-        """A flag for every layer."""
+        """Returns a flag for every layer."""
         found = self.values.get(key)
         if not isinstance(found, list) or len(found) != count:
             raise ConfigError(f"{self.label}: '{key}' must have {count} entries")
         return tuple(map(bool, found))
 
     def require(self, key: str, allowed: tuple[object, ...], what: str) -> None:
-        """Refuses a config that asks for behaviour which we would compute wrongly; absent and null are allowed."""
+        """Refuses a value outside `allowed`, which we would compute wrongly; a key may be absent or null."""
         value = self.values.get(key)
         if value is not None and value not in allowed:
             raise ConfigError(f"{self.label}: {what} ('{key}': {value!r}) is not supported")

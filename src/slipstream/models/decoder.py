@@ -116,7 +116,7 @@ class Decoder:
         weights.finish(names.ignored)
 
     def make_layer(self, weights: Weights, names: FamilyNames, index: int) -> Layer:
-        """Says what one layer consists of; families override it, or the two methods that it calls."""
+        """Loads one layer; a family whose layers are different overrides this, `make_mixer` or `make_feeder`."""
         prefix = f"model.layers.{index}."
         mixer = self.make_mixer(weights, names, index, prefix)
         first, second = load_norms(weights, self.config, prefix)
@@ -147,7 +147,7 @@ class Decoder:
     def forward_logits(
         self, batch: RowBatch, kv: KvLayers, tap_layers: Sequence[int], wanted: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of the wanted rows, and the residual after each tapped layer side by side, on a CPU.
+        """Returns logits of the wanted rows, and the residual after each tapped layer side by side, on a CPU.
 
         Tap -1 is the embedding; tap i is the residual stream that layer i leaves, before any norm. One native call does
         all of it where that is possible.

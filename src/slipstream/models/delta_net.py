@@ -1,4 +1,4 @@
-"""A gated delta net as a part of a layer: every head keeps a matrix that fades, learns from a row and answers it."""
+"""A gated delta net as a part of a layer: a head keeps a matrix, which each row fades, changes and then reads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class DeltaNet:
 
     shape: DeltaShape
     state: int  # the layer's place among the recurrent layers
-    inputs: Matrix  # what the convolution reads, and the output's gate
-    gates: Matrix | None  # how much is written and how much is forgotten; None: these rows stand after `inputs`
+    inputs: Matrix  # computes what the convolution reads, and the output's gate
+    gates: Matrix | None  # computes how much is written and how much stays; None: its rows stand last in `inputs`
     output: Matrix
     head_norm: Tensor
     rule: DeltaRule
@@ -35,7 +35,7 @@ class DeltaNet:
 def load_delta_net(
     weights: Weights, delta: DeltaShape, prefix: str, hidden_size: int, state: int, as_gguf: bool
 ) -> DeltaNet:
-    """`as_gguf` says that llama.cpp's converter has changed the tensors of the recurrence."""
+    """Loads a delta net; `as_gguf` says that llama.cpp's converter has changed the tensors of the recurrence."""
     width = delta.value_heads * delta.value_dim
     inputs = [
         weights.source(prefix + "in_proj_qkv.weight", (delta.channels, hidden_size)),

@@ -82,7 +82,7 @@ class DFlashDrafter:
         return CpuDrafter(self)
 
     def _load_layers(self, weights: Weights) -> None:
-        """The layers, and the matrices that turn context rows into keys and values of all of them.
+        """Loads the layers, and the matrices that turn context rows into keys and values of all of them.
 
         The projections go out of scope once they are packed, because merged tensors of an adapter would otherwise stay
         in memory.
@@ -125,7 +125,7 @@ class DFlashDrafter:
         return BlockConvolution(base.view(2, taps, groups, group), projection, config.block_size)
 
     def _load_known_tokens(self, weights: Weights) -> Tensor:
-        """The target's id of every token that the head knows; Hugging Face files store the id minus its index."""
+        """Returns the target's ids of tokens that the head knows; Hugging Face files store each id minus its index."""
         if self.head is None:
             raise ConfigError(f"{self.config.label}: a reduced vocabulary (draft_vocab_size) needs a head of its own")
         stored = weights.source("d2t", (self.config.draft_vocab_size,)).dense().long()
@@ -167,7 +167,7 @@ class DFlashDrafter:
         wanted: Sequence[int] = (),
         head: Matrix | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All hidden rows of the blocks after the final norm, and the wanted rows' logits under `head`.
+        """Returns all hidden rows of the blocks after the final norm, and the wanted rows' logits under `head`.
 
         Proposals begin at row `config.first_slot`.
         """
@@ -175,7 +175,7 @@ class DFlashDrafter:
         return self._on_cpu.run(embedded if scale is None else embedded * scale, batch, keys, values, wanted, head)
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, with the drafter's own multiplier and the softcap applied."""
+        """Applies the drafter's multiplier and the softcap, and spreads the logits over the target's vocabulary."""
         multiplier, known = self.config.output_multiplier, self.known_tokens
         logits = softcapped(logits * multiplier if multiplier != 1.0 else logits, self.softcap)
         if known is None:
@@ -184,7 +184,7 @@ class DFlashDrafter:
 
 
 def _tap_width(config: DFlashConfig, weights: Weights) -> int:
-    """The width of all taps of a row together, which the shape of `fc` says."""
+    """Returns the width of all taps of a row together, which is the number of inputs of `fc`."""
     fc = weights.file.tensor(names_in(weights.file)("fc.weight"))
     taps = len(config.target_layer_ids)
     if len(fc.shape) != 2 or fc.shape[1] % taps:
@@ -196,14 +196,14 @@ def _tap_width(config: DFlashConfig, weights: Weights) -> int:
 
 
 def load_drafter(path: Path, weight_format: WeightFormat) -> DFlashDrafter:
-    """The drafter at `path`, a folder with config.json or a GGUF file."""
+    """Loads the drafter at `path`, a folder with config.json or a GGUF file."""
     file = open_weights(path)
     config = read_drafter_config(path, file)
     return DFlashDrafter(config, Weights(file, weight_format, names_in(file), rough=True))
 
 
 def read_drafter_config(path: Path, file: WeightFile) -> DFlashConfig:
-    """The configuration at `path`, checked against the tensors of its file."""
+    """Reads the configuration at `path` and checks it against the tensors of its file."""
     config = read_config(path)
     if config is not None:
         return dflash_config.read_hf(config, path.name, shapes_in(file))

@@ -145,14 +145,14 @@ def read_hf(config: Mapping[str, object], label: str, shape_of: ShapeOf | None =
 
 
 def _target_family(reader: ConfigReader, key: str, parts: DraftParts) -> str | None:
-    """The family that the drafter was trained for, if its files say so or its parts show it."""
+    """Returns the family that the drafter was trained for, if its files say so or its parts show it."""
     if reader.has(key):
         return reader.text(key)
     return "laguna" if parts.tap_norms else None
 
 
 def _verifier(reader: ConfigReader) -> str | None:
-    """The family that a checkpoint of the speculators format was trained for: qwen3_moe for Qwen3MoeForCausalLM."""
+    """Returns the target's family from a checkpoint in the speculators format: qwen3_moe for Qwen3MoeForCausalLM."""
     named = reader.section("speculators_config").section("verifier").values.get("architectures")
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         return None
@@ -160,13 +160,13 @@ def _verifier(reader: ConfigReader) -> str | None:
 
 
 def _flat(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The config with all keys at top level; the speculators format keeps those of the layers in a section."""
+    """Returns the config with all keys at top level; the speculators format has those of the layers in a section."""
     inner = config.get("transformer_layer_config")
     return {**inner, **config} if isinstance(inner, Mapping) else config
 
 
 def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
-    """The rotation of all layers; a config with one for each type of layer is refused unless they are equal."""
+    """Returns the rotation of all layers, and refuses a config in which types of layers have different rotations."""
     kinds = reader.values.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
         kinds = [SLIDING if _window_alone(reader) else FULL]
@@ -177,7 +177,7 @@ def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
 
 
 def _expected_tau(reader: ConfigReader) -> dict[str, float]:
-    """The tokens per step that the pair promises, by prompt class; without the section it promises nothing."""
+    """Returns the tokens per step that the config promises, by prompt class; without the section there are none."""
     if not reader.has("expected_tau"):
         return {}
     if not isinstance(reader.values["expected_tau"], Mapping):
@@ -187,7 +187,11 @@ def _expected_tau(reader: ConfigReader) -> dict[str, float]:
 
 
 def _samples_from_anchor(reader: ConfigReader, nested: ConfigReader, parts: DraftParts) -> bool:
-    """The default for a checkpoint without the key: DSpark's own tools never write it, and they use every row."""
+    """Returns the default of `sample_from_anchor`.
+
+    It is true for DSpark, whose own tools never write the key and use every row, unless the file has the speculators
+    format.
+    """
     if any(reader.has(key) for key in _SPECULATORS_KEYS):
         return False
     named = [nested.values.get("projector_type"), reader.values.get("projector_type")]
@@ -201,7 +205,7 @@ def _optional_integer(reader: ConfigReader, key: str) -> int | None:
 
 
 def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> tuple[AttentionPattern, ...]:
-    """Window and causality of each layer: explicit flags decide, and without them the type of the layer."""
+    """Returns window and causality of each layer: explicit flags decide, and without them the type of the layer."""
     forced: bool | None = None
     if reader.has("is_causal"):
         forced = reader.boolean("is_causal")
@@ -220,12 +224,12 @@ def _layer_patterns(reader: ConfigReader, nested: ConfigReader, layers: int) -> 
 
 
 def _patterns(sliding: Sequence[bool], window: int, forced: bool | None) -> tuple[AttentionPattern, ...]:
-    """Layers that slide have the window, and are causal unless something else is said for all layers."""
+    """Returns the layers' patterns; sliding layers have the window, and only they are causal if `forced` is None."""
     return tuple(AttentionPattern(window if flag else 0, flag if forced is None else forced) for flag in sliding)
 
 
 def _window_alone(reader: ConfigReader) -> int:
-    """The window of all layers, in a config that does not give each layer a type; 0: there is none."""
+    """Returns the window of all layers in a config that does not give each layer a type, or 0 if there is none."""
     if not reader.has("sliding_window") or not reader.boolean("use_sliding_window", True):
         return 0
     return reader.integer("sliding_window", least=0)
@@ -286,7 +290,7 @@ def llama_cpp_keys(metadata: Mapping[str, object], arch: str) -> dict[str, objec
 
 
 def _gguf_parts(reader: ConfigReader, hidden: int, vocab: int, shape_of: ShapeOf | None) -> DraftParts:
-    """The heads of a GGUF drafter: most writers have only the tensors, and lucebox also writes `dflash.dspark.*`."""
+    """Finds a GGUF drafter's heads by their tensors, and checks the keys `dflash.dspark.*` that lucebox also writes."""
 
     def find(key: str) -> tuple[ConfigReader, str]:
         other = f"dflash.dspark.{key}"
@@ -312,7 +316,7 @@ def _gguf_parts(reader: ConfigReader, hidden: int, vocab: int, shape_of: ShapeOf
 
 
 def _gguf_patterns(reader: ConfigReader, layers: int) -> tuple[AttentionPattern, ...]:
-    """Window and causality of each layer; `attention.causal` decides for all layers, whatever their window."""
+    """Returns window and causality of each layer; `attention.causal` decides for all layers, whatever their window."""
     causal = "dflash.attention.causal"
     forced = reader.boolean(causal) if reader.has(causal) else None
     if not reader.has("dflash.attention.sliding_window"):

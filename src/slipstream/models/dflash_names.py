@@ -58,13 +58,14 @@ class DrafterNames:
     def __init__(self, names: Collection[str], gguf: bool) -> None:
         self._names = frozenset(names)
         self._gguf = gguf
-        # In a bundle the last stage carries the heads. Its number does not matter, so the prefix is removed.
+        # In a DeepSeek bundle names begin with `mtp.` and the number of a stage, and the last stage has the heads. The
+        # number does not matter, so this prefix is removed.
         self._bundled = {
             _BUNDLE_PREFIX.sub("", name, count=1): name for name in sorted(names) if _BUNDLE_PREFIX.match(name)
         }
 
     def __call__(self, name: str) -> str:
-        """The file's name for a tensor; if the file has no such tensor, the name it would most likely have."""
+        """Returns the file's name for a tensor; if the file has no such tensor, the name it would most likely have."""
         spellings = gguf_spellings(name) if self._gguf else (name, *_HF_OTHER.get(name, ()))
         for spelling in spellings:
             if spelling in self._names:
@@ -90,13 +91,13 @@ def shapes_in(file: WeightFile) -> ShapeOf:
 
 
 def canonical_name(name: str) -> str:
-    """The canonical name of a tensor of a Hugging Face checkpoint."""
+    """Returns the canonical name of a tensor of a Hugging Face checkpoint."""
     plain = _BUNDLE_PREFIX.sub("", name.removeprefix("model."), count=1)
     return next((canonical for canonical, others in _HF_OTHER.items() if plain in others), plain)
 
 
 def gguf_spellings(name: str) -> tuple[str, ...]:
-    """All GGUF names of a tensor; the first one is the name to write."""
+    """Returns all GGUF names of a tensor; the first one is the name to write."""
     if found := _GGUF_TAP_NORM.match(name):
         return (f"dflash.aux_hidden_norm.{found[1]}.weight", f"dflash.aux_hidden_norm.{found[1]}")
     if not name.startswith("layers."):

@@ -1,4 +1,4 @@
-"""The parts that a drafter has beyond the plain DFlash backbone, from its configuration and its tensors."""
+"""Finds the parts that a drafter has beyond the plain DFlash backbone, from its configuration and its tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DraftParts:
 
 
 def seen_parts(shape_of: ShapeOf, hidden_size: int) -> DraftParts:
-    """The parts that the tensors show; they do not show how many candidates a selector was trained with."""
+    """Returns the parts that the tensors show; they do not show how many candidates a selector was trained with."""
 
     def shape(name: str) -> tuple[int, ...]:
         return shape_of(name) or ()
@@ -70,7 +70,7 @@ def seen_parts(shape_of: ShapeOf, hidden_size: int) -> DraftParts:
 
 
 def read_parts(find: Find, label: str, seen: DraftParts | None) -> DraftParts:
-    """The parts that the config declares, completed by those that the tensors show; a contradiction is an error.
+    """Returns the parts that the config declares or the tensors show; a contradiction between them is an error.
 
     `seen` is None if the tensors are not known.
     """

@@ -51,9 +51,9 @@ GGUF_OWN = {
 
 
 class Gemma4(Decoder):
-    """Every sublayer is normed before and after, the layer's number scales the stream, and layers may share keys.
+    """Sublayers are normed before and after, a factor of each layer scales the stream, and layers may share keys.
 
-    Where the model has them, each layer also reads an embedding of its own beside the stream.
+    In some models each layer also reads its own embedding of the row's token.
     """
 
     config: Gemma4Config
@@ -80,7 +80,7 @@ class Gemma4(Decoder):
         return Layer(sublayers, 1.0 if scalar is None else float(scalar))
 
     def make_mixer(self, weights: Weights, names: FamilyNames, index: int, prefix: str) -> LayerPart:
-        """Layers that share keys load queries only; in some layers the keys are the values as well."""
+        """Loads attention: only queries in layers that share keys, and no values where the keys are the values too."""
         config, prefix = self.config, prefix + "self_attn."
         letters = "q" if not config.owns_keys(index) else "qk" if config.keys_are_values[index] else "qkv"
         projections = load_projections(weights, config.layer(index), prefix, letters=letters)
@@ -102,7 +102,7 @@ class Gemma4(Decoder):
 def _load_beside(
     weights: Weights, config: Gemma4Config, moe: MoeShape, prefix: str, mlp: Mlp, mlp_norm: Tensor
 ) -> MlpBesideExperts:
-    """The router reads the stream itself, normed without weights and scaled in a way of its own."""
+    """Loads the experts beside an MLP; the router's norm has `router.scale` / sqrt(hidden size) as weights."""
     hidden = config.hidden_size
     router_scale = weights.vector(prefix + "router.scale", hidden) * hidden**-0.5
     return MlpBesideExperts(
@@ -139,7 +139,7 @@ def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Gemma4Config, Fam
 
 
 def _ignoring_shared(config: Gemma4Config, names: FamilyNames) -> FamilyNames:
-    """Ignores keys and values that layers do not use because they share: some checkpoints carry them anyway."""
+    """Ignores the tensors of keys and values in layers that share keys, because some checkpoints have them anyway."""
     layers = range(config.layers - config.sharing, config.layers)
     modules = ("k_proj", "v_proj", "k_norm")
     unused = {names.file_name(f"model.layers.{index}.self_attn.{name}.weight") for index in layers for name in modules}

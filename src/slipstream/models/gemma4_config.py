@@ -44,7 +44,7 @@ class Gemma4Config(DecoderConfig):
         return index < self.layers - self.sharing
 
     def pool(self, index: int) -> int:
-        """A layer that shares reads the keys of the last layer of its kind that stores any."""
+        """Which keys a layer reads: its own, or if it shares, those of the last layer of its kind that stores any."""
         if self.owns_keys(index):
             return index
         own = range(self.layers - self.sharing)
@@ -113,7 +113,7 @@ def read_hf(config: ConfigReader) -> Gemma4Config:
 def _layer_heads(
     config: ConfigReader, sliding: tuple[bool, ...], key_values: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Head size and key heads of every layer, from `per_layer_config` or the older global keys of full layers."""
+    """Returns head size and key heads of each layer, from `per_layer_config` or the older keys about full layers."""
     head_dim, kv_heads = config.integer("head_dim"), config.integer("num_key_value_heads")
     full = ConfigReader(
         {

@@ -55,7 +55,7 @@ class TokenRows:
         return stored.astype(np.float32)
 
     def rows(self, tokens: Tensor) -> Floats:
-        """Rows [..., rank] of tokens [...]."""
+        """Returns rows [..., rank] of tokens [...]."""
         return _numpy(self.table[tokens])
 
 
@@ -103,7 +103,7 @@ class MarkovHead:
 
 
 def _table_walk(before: TokenRows, after: Floats) -> Walk:
-    """The product of the previous token's row and the candidates' rows, without memory."""
+    """Returns a walk that multiplies the previous token's row with the candidates' rows; it needs no state."""
     return lambda slot, previous, state: (after[slot] @ before.row(previous), None)
 
 
@@ -139,7 +139,7 @@ class ConfidenceHead:
         self._of_token: Floats = np.ascontiguousarray(weight[config.hidden_size :].numpy())
 
     def begin(self, hidden: Tensor) -> Floats:
-        """The part of each slot's score that does not depend on the token before it."""
+        """Returns the part of each slot's score that does not depend on the token before it."""
         return _numpy(hidden @ self.of_hidden + self.bias)
 
     @property
@@ -172,13 +172,13 @@ class HeadPass:
         return self.corrector.begin(_on_host(self._hidden), torch.as_tensor(self._candidates).to("cpu"))
 
     def correct(self, slot: int, previous: int, state: State) -> tuple[Floats, State]:
-        """What to add to the logits of the slot's candidates after token `previous`, and the state after the slot."""
+        """Returns what to add to the slot's candidates' logits after token `previous`, and the state after the slot."""
         if self._walk is None:
             return np.zeros(self._candidates.shape[-1], np.float32), state
         return self._walk(slot, previous, state)
 
     def confidence(self, slot: int, previous: int) -> float | None:
-        """The chance that the slot's proposal after token `previous` is accepted; None without a confidence head."""
+        """Returns the chance that the slot's proposal after `previous` is accepted; None without a confidence head."""
         if self.trust is None or self._scores is None:
             return None
         return self.trust.chance(float(self._scores[slot]), previous)
@@ -207,7 +207,7 @@ class DraftHeads:
 
 
 def _tables(markov: MarkovHead | None, confidence: ConfidenceHead | None) -> HeadTables:
-    """Tables that compiled code can walk; their memory belongs to the heads, which live as long as their DraftHeads."""
+    """Returns the tables that compiled code reads; the heads own their memory, and DraftHeads keeps the heads alive."""
     of_token = confidence.of_token if confidence is not None else None
     trusted = None if of_token is None else of_token.ctypes.data
     if markov is None:

@@ -45,15 +45,15 @@ class LayerShape:
     mlp_bias: bool = False
 
     def layer(self, index: int) -> Self:
-        """The config of a model whose layers are all like this one."""
+        """Returns the numbers of one layer: those of the config itself, unless a family's layers differ."""
         return self
 
     def pattern(self, index: int) -> AttentionPattern:
-        """Which of the keys before them a layer's rows see."""
+        """Returns which keys a layer's rows see."""
         return AttentionPattern()
 
     def pool(self, index: int) -> int:
-        """Which of the stored keys and values a layer reads."""
+        """Returns the index of the stored keys and values that a layer reads."""
         return index
 
 
@@ -62,7 +62,7 @@ class LayerPart(Protocol):
 
     @property
     def matrices(self) -> list[Matrix]:
-        """The matrices that multiply rows: of many experts, one is enough to try how a matrix sums."""
+        """The matrices that multiply rows; of many experts it has one, which is enough to check how they sum."""
         ...
 
 
@@ -215,7 +215,7 @@ def load_projections(
 
 
 def _projection(weights: Weights, shape: LayerShape, prefix: str, letter: str, heads: int) -> WeightTensor:
-    """One of the three projections; some drafters keep all three in one tensor."""
+    """Takes one of the three projections; some drafters have all three in one tensor."""
     fused = prefix + "qkv_proj.weight"
     if not weights.has(fused):
         return weights.source(f"{prefix}{letter}_proj.weight", (heads * shape.head_dim, shape.hidden_size))
@@ -231,7 +231,7 @@ def load_gate(
     projections: Projections,
     bias: Tensor | None = None,
 ) -> HeadGate:
-    """A gate with a matrix of its own, or with rows that join `projections` where a device multiplies both at once."""
+    """Loads a gate with its own matrix, or adds its rows to `projections` where a device multiplies both at once."""
     if weights.joins_gates:
         projections.joined.append(source)
         return HeadGate(kind, source.shape[0], None, bias)
@@ -246,7 +246,7 @@ def load_attention(
     projections: Projections,
     gate: HeadGate | None = None,
 ) -> Attention:
-    """The attention of layer `index`; it has keys and values of its own if `projections` has them."""
+    """Loads the attention of layer `index`; it has keys and values of its own if `projections` has them."""
     shape = config.layer(index)
     hidden, width, owns_keys = shape.hidden_size, shape.heads * shape.head_dim, "k" in projections.sources
     return Attention(
@@ -289,6 +289,6 @@ def load_mlp(weights: Weights, shape: LayerShape, prefix: str, activation: Activ
 
 
 def load_norms(weights: Weights, shape: LayerShape, prefix: str) -> tuple[Tensor, Tensor]:
-    """The norms of most families: one before what mixes rows, one before what is in the place of the MLP."""
+    """Loads the norms that most families have: one before the part that mixes rows, one before the MLP or experts."""
     first, second = (f"{prefix}{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
     return weights.norm(first, shape.hidden_size), weights.norm(second, shape.hidden_size)

@@ -38,9 +38,9 @@ GGUF_LAYER = {
 
 
 def gguf_name(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A Hugging Face tensor name as GGUF files spell it.
+    """Returns the GGUF name of a tensor from its Hugging Face name.
 
-    `own` has the names of a family; those of a layer's tensors stand there without `model.layers.N.`.
+    `own` has the names of a family; in it, the names of a layer's tensors are without `model.layers.N.`.
     """
     found = own.get(name) or GGUF_GLOBAL.get(name)
     if found is not None:
@@ -53,17 +53,17 @@ def gguf_name(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
 
 
 def stored_rotary_rows(heads: int, head_dim: int) -> Tensor:
-    """The row order that undoes an interleaving: GGUF llama files interleave the two halves of each rotary head."""
+    """Returns the row order that undoes the interleaving of each rotary head's two halves in GGUF llama files."""
     return torch.arange(heads * head_dim).view(heads, head_dim // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def hf_names(
     tied: bool, multimodal: bool = False, other_parts: tuple[str, ...] = (), norm_shift: float = 0.0
 ) -> FamilyNames:
-    """Names in a Hugging Face checkpoint.
+    """Returns how a Hugging Face checkpoint spells tensors.
 
-    A multimodal one also has image and audio parts, whose names begin with `other_parts` or, if none are given, unlike
-    those of the text part; they are ignored.
+    A multimodal checkpoint also has image and audio parts, which are ignored: the tensors whose names begin with one of
+    `other_parts` or, if `other_parts` is empty, all tensors outside the text part.
     """
     text = "model.language_model."
 
@@ -80,7 +80,7 @@ def hf_names(
 
 
 def hf_common(config: ConfigReader, even_heads: bool = False, **own: Any) -> dict[str, Any]:
-    """The fields of `DecoderConfig` that Hugging Face spells alike for all families; those in `own` are not read."""
+    """Reads the fields of `DecoderConfig` that Hugging Face spells alike for all families, except those in `own`."""
     shared = {
         "max_positions": config.integer("max_position_embeddings"),
         "tied_head": config.boolean("tie_word_embeddings", False),
@@ -92,7 +92,7 @@ def hf_common(config: ConfigReader, even_heads: bool = False, **own: Any) -> dic
 def gguf_common(
     config: ConfigReader, arch: str, weights: Weights, even_heads: bool = False, **own: Any
 ) -> dict[str, Any]:
-    """The same fields from GGUF metadata; the tensors show those that have no key."""
+    """Reads the fields of `hf_common` from GGUF metadata, and those that have no key there from the tensors."""
     file = weights.file
     shared = {
         "max_positions": config.integer(f"{arch}.context_length"),
@@ -104,7 +104,7 @@ def gguf_common(
 
 
 def hf_config(config: ConfigReader, **own: Any) -> DecoderConfig:
-    """The config of a Llama-like model in a Hugging Face folder; `own` has the fields of its family."""
+    """Reads the config of a Llama-like model in a Hugging Face folder; `own` has the fields of its family."""
     common = hf_common(config, even_heads=True, mlp_bias=config.boolean("mlp_bias", False), **own)
     config.require("hidden_act", ("silu", "swish"), "this activation")
     config.require("pretraining_tp", (1,), "tensor-parallel pretraining")
@@ -116,7 +116,7 @@ def hf_config(config: ConfigReader, **own: Any) -> DecoderConfig:
 
 
 def gguf_config(config: ConfigReader, arch: str, weights: Weights, **own: Any) -> DecoderConfig:
-    """The config of a Llama-like model in a GGUF file."""
+    """Reads the config of a Llama-like model in a GGUF file."""
     mlp_bias = "blk.0.ffn_gate.bias" in weights.file
     common = gguf_common(config, arch, weights, even_heads=True, mlp_bias=mlp_bias, **own)
     head_dim = common["head_dim"]
@@ -131,7 +131,7 @@ def gguf_config(config: ConfigReader, arch: str, weights: Weights, **own: Any) -
 
 
 def with_stored_factors(rope: RopeConfig, weights: Weights) -> RopeConfig:
-    """A rotation with the factors of its frequencies that a GGUF file has as a tensor."""
+    """Returns a rotation with the factors of its frequencies, which a GGUF file has as a tensor."""
     factors = weights.source("rope_freqs.weight", (rope.dim // 2,)).dense()
     return replace(rope, factors=tuple(factors.tolist()))
 

@@ -64,7 +64,7 @@ def load_target(
 
 
 def read_target_config(path: Path, file: WeightFile) -> tuple[DecoderConfig, FamilyNames]:
-    """The configuration of the target at `path`, and how its file spells tensors."""
+    """Reads the configuration of the target at `path`, and returns it with how its file spells tensors."""
     return _read(path, file)[1:]
 
 
@@ -83,7 +83,7 @@ def _read(path: Path, file: WeightFile) -> tuple[ModuleType, DecoderConfig, Fami
 
 
 def choose_format(file: WeightFile, asked: WeightFormat, outputs: int, inputs: int) -> tuple[WeightFormat, str]:
-    """The format that was asked for; for auto the file's own types with compiled kernels, or torch's fastest format."""
+    """Returns format and reason; `auto` takes the file's types with compiled kernels, else torch's fastest format."""
     kinds = {tensor.type_name for tensor in map(file.tensor, file.names()) if len(tensor.shape) > 1}
     four_bit = bool(kinds & {"Q4_0", "Q4_1"})
     if asked == "int4" and not four_bit:

@@ -109,9 +109,9 @@ def fit_adapter(adapter: AdapterFile, file: WeightFile) -> Adapter:
 
 
 def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None = None) -> MergedWeights:
-    """The drafter's file with an adapter merged in.
+    """Returns the drafter's file with an adapter merged in.
 
-    Tensors keep their type: a drafter's passes stay as fast, and drafts as good. A pair that adds nothing leaves its
+    Tensors keep their type if it can be written, so that the drafter stays as fast. A pair that adds nothing leaves its
     matrix as it is, to the bit.
     """
     names, shapes = names_in(file), _matrices(file)
@@ -128,7 +128,7 @@ def merged_weights(file: WeightFile, adapter: Adapter, progress: Progress | None
 
 
 def _matrices(file: WeightFile) -> dict[str, tuple[int, int]]:
-    """Canonical names and shapes of the matrices that an adapter may change, for the drafter in a file."""
+    """Returns canonical names and shapes of the matrices that an adapter may change, for the drafter in a file."""
     names, layers = names_in(file), 0
     while names(f"layers.{layers}.self_attn.q_proj.weight") in file:
         layers += 1
@@ -186,7 +186,7 @@ def _check_fit(name: str, shape: tuple[int, int], change: AdapterPair) -> None:
 def _merge(
     source: WeightTensor, factor: float, up: Tensor, down: Tensor, label: str
 ) -> tuple[TensorEntry, StoredBytes]:
-    """One merged tensor in memory of its own, made a few rows at a time and stored as a file would have it."""
+    """Returns one merged tensor in memory of its own, made a few rows at a time and stored as a file would have it."""
     # A type that no code here can write becomes bf16.
     kind = source.type_name if source.type_name in ENCODABLE else "BF16"
     rows, width = up.shape[0], down.shape[1]

@@ -29,7 +29,8 @@ GGUF_MOE = {
 }
 
 
-# What config.json files and, after the architecture, GGUF files call the numbers of a mixture.
+# The keys of a mixture's numbers: that of config.json files, and that of GGUF files without the architecture and the
+# dot before it.
 _KEYS = {
     "hidden_size": ("hidden_size", "embedding_length"),
     "experts": ("num_experts", "expert_count"),
@@ -44,14 +45,14 @@ class MoeShape:
 
     hidden_size: int
     experts: int
-    active: int  # experts that each row passes
+    active: int  # how many experts each row goes through
     intermediate_size: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = True  # the shares of a row's experts are scaled to add up to one
     scale: float = 1.0  # multiplies the sum of the experts' answers
     router_softcap: float = 0.0
     selection_bias: bool = False  # a bias that counts in the choice of experts and not in their shares
-    shared_size: int = 0  # inner width of the shared expert, which every row passes; 0: there is none
+    shared_size: int = 0  # inner width of the shared expert, which every row goes through; 0: there is none
     shared_gate: bool = False  # a sigmoid of the row weighs the shared expert
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class MoeShape:
 
     @classmethod
     def read(cls, config: ConfigReader, arch: str = "", **own: Any) -> MoeShape:
-        """The numbers that families spell alike, and in `own` those that a family spells in a way of its own."""
+        """Reads the numbers that families spell alike; `own` has those that a family spells in a way of its own."""
         return cls(**config.numbers(_KEYS, arch, **own))
 
 
@@ -84,7 +85,7 @@ class RoutedExperts:
 
 @dataclass(slots=True, eq=False)
 class ExpertBlock:
-    """Routed experts in the place of an MLP, and perhaps a shared expert that every row passes."""
+    """Routed experts in the place of an MLP, and perhaps a shared expert that every row goes through."""
 
     routed: RoutedExperts
     shared: Mlp | None  # None: there is none, or it stands among the routed experts
@@ -118,7 +119,7 @@ class MlpBesideExperts:
 
 
 def routed_experts(layers: Sequence[Layer]) -> list[RoutedExperts]:
-    """The experts of all layers that have some."""
+    """Returns the experts of all layers that have some."""
     parts = [part for layer in layers for part in layer.parts]
     return [part.routed for part in parts if isinstance(part, ExpertBlock | MlpBesideExperts)]
 
@@ -132,7 +133,7 @@ def load_experts(
     router_bias: Tensor | None = None,
     shared: MlpSources | None = None,
 ) -> RoutedExperts:
-    """The experts of one layer; the shared one joins them where a device keeps all of them in one stack."""
+    """Loads the experts of one layer; the shared one joins them where a device keeps all of them in one stack."""
     router = weights.linear(router_name, shape.experts, shape.hidden_size)
     bytes_before, products_before = weights.step_bytes, weights.row_products
     own = _expert_sources(weights, prefix, shape)
@@ -145,7 +146,7 @@ def load_experts(
     if shared is not None and has_shared:
         own.append(shared)
     gate_up, down = (weights.experts(sources) for sources in zip(*own, strict=True))
-    # A row reads the experts that it chose and no others.
+    # A row reads only the experts that it chose, so only that share of the bytes and products counts.
     active, count = shape.active + has_shared, len(own)
     weights.step_bytes = bytes_before + (weights.step_bytes - bytes_before) * active // count
     weights.row_products = products_before + (weights.row_products - products_before) * active // count
@@ -153,7 +154,7 @@ def load_experts(
 
 
 def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> list[MlpSources]:
-    """The tensors of every expert: a file has them all in one tensor, in one per projection, or one by one."""
+    """Takes each expert's tensors, from one tensor of all, from one per projection, or from one per expert."""
     count, inner, hidden = shape.experts, shape.intermediate_size, shape.hidden_size
     if not weights.has(prefix + "down_proj"):
         return [mlp_sources(weights, f"{prefix}{expert}.", inner, hidden) for expert in range(count)]
@@ -166,7 +167,7 @@ def _expert_sources(weights: Weights, prefix: str, shape: MoeShape) -> list[MlpS
 
 
 def load_expert_block(weights: Weights, prefix: str, shape: MoeShape) -> ExpertBlock:
-    """The experts in the place of the MLP whose tensors begin with `prefix`."""
+    """Loads experts in the place of an MLP; `prefix` begins the names of their tensors."""
     name = prefix + "experts.e_score_correction_bias"
     bias = weights.vector(name, shape.experts) if shape.selection_bias else None
     shared = None

@@ -20,7 +20,7 @@ def read_hf(config: ConfigReader) -> tuple[DecoderConfig, FamilyNames]:
     if config.text("model_type") != MOE_FAMILY:
         read = hf_config(config, family=FAMILY)
         return read, hf_names(read.tied_head)
-    # Older configs call it num_experts.
+    # Older configs have the number of experts under the key num_experts.
     count = config.integer("num_local_experts" if config.has("num_local_experts") else "num_experts")
     moe = MoeShape.read(config, experts=count, renormalise=config.boolean("norm_topk_prob"))
     every, dense = config.integer("decoder_sparse_step", 1), set(config.integers("mlp_only_layers", []))
@@ -31,7 +31,7 @@ def read_hf(config: ConfigReader) -> tuple[DecoderConfig, FamilyNames]:
 
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[DecoderConfig, FamilyNames]:
-    """llama.cpp's files have experts in every layer, and the shares of a row's experts always add up to one."""
+    """Reads llama.cpp's keys; its files have experts in every layer, and a row's shares always add up to one."""
     if not config.is_of(MOE_ARCH):
         return gguf_config(config, ARCH, weights, family=FAMILY), FamilyNames(gguf_name)
     if config.number(f"{MOE_ARCH}.expert_weights_scale", 1.0) not in (0.0, 1.0):

@@ -84,7 +84,7 @@ class Qwen35(Decoder):
 
 
 def _gated_projections(weights: Weights, config: Qwen35Config, prefix: str) -> tuple[Projections, HeadGate]:
-    """The gate's rows stand in the query projection, after those of each head's queries."""
+    """Loads projections and gate; in the query projection, each head's rows are its queries and then its gate."""
     dim, order = config.head_dim, partial(partial_rows, head_dim=config.head_dim, dim=config.rope.dim)
     both = torch.arange(config.heads * 2 * dim).view(config.heads, 2, dim)
     rows = {
@@ -111,7 +111,7 @@ MODEL = Qwen35
 
 
 def read_hf(config: ConfigReader) -> tuple[Qwen35Config, FamilyNames]:
-    """The numbers of a Hugging Face checkpoint, with or without an image part, and how it names its tensors."""
+    """Reads the config of a Hugging Face checkpoint, with or without an image part, and how it names its tensors."""
     text, own = config.text_part(), dict[str, Any]()
     text.require("hidden_act", ("silu", "swish"), "this activation")
     mixture = config.text("model_type").startswith(MOE_FAMILY)
@@ -145,7 +145,7 @@ def _hf_recurrent(text: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 
 def read_gguf(config: ConfigReader, weights: Weights) -> tuple[Qwen35Config, FamilyNames]:
-    """The same numbers from llama.cpp's keys; blocks after the last layer are the model's own drafter, and ignored."""
+    """Does what `read_hf` does, from llama.cpp's keys; later blocks are the model's own drafter and are ignored."""
     mixture, own = config.is_of(MOE_ARCH), dict[str, Any]()
     family, arch = (MOE_FAMILY, MOE_ARCH) if mixture else (FAMILY, ARCH)
     if mixture:

@@ -75,7 +75,7 @@ def read_rope(
 
 
 def _proportional(theta: float, head_dim: int, share: float, factor: float) -> RopeConfig:
-    """The rotation whose frequencies are those of the whole head and whose slower pairs do not turn."""
+    """Returns a rotation with the frequencies of a whole head, in which only the faster `share` of the pairs turns."""
     turning = int(share * head_dim // 2)
     factors = (factor,) * turning + (math.inf,) * (head_dim // 2 - turning)
     return RopeConfig(theta, head_dim, factors=factors)
@@ -122,8 +122,8 @@ def read_gguf_rope(
 ) -> RopeConfig:
     """Reads the rotation from GGUF keys; sliding layers have a theta and a count of turning dimensions of their own.
 
-    YaRN's attention factor is the one of Hugging Face, which the keys hold. ggml computes with compensated constants,
-    but these are not stored in a file.
+    YaRN's attention factor is Hugging Face's, because the keys hold that one. ggml computes with a compensated one,
+    which is not stored in a file.
     """
     key, suffix = f"{arch}.rope.", "_swa" if sliding else ""
     if not config.has(f"{key}freq_base{suffix}"):
@@ -161,7 +161,7 @@ def partial_rows(heads: int, head_dim: int, dim: int) -> Tensor:
     """Returns the order of a projection's rows with which a kernel for whole heads computes a partial rotation.
 
     A kernel pairs dimension i with i + head_dim / 2. The `dim` turning dimensions of a head are paired among
-    themselves, so their halves are moved to the beginning of the head's halves; what is after them has no frequency.
+    themselves, so their halves are moved to the beginning of the head's halves; the dimensions after them do not turn.
     """
     half, still = dim // 2, (head_dim - dim) // 2
     own = torch.arange(head_dim)
@@ -171,7 +171,7 @@ def partial_rows(heads: int, head_dim: int, dim: int) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """One frequency per pair of dimensions."""
+    """Returns one frequency per pair of dimensions."""
     plain = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     if rope.factors:
         return plain / torch.tensor(rope.factors)

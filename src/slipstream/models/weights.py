@@ -26,7 +26,7 @@ def keep_name(name: str) -> str:
 
 
 def rounded_scale(scale: float, table: WeightTensor) -> float:
-    """The scale in the precision of the table, because families that scale embeddings were trained with it so."""
+    """Rounds a scale to the table's type, because families that scale embeddings were trained with a rounded scale."""
     return float(torch.tensor(scale, dtype=FLOAT_TYPES.get(table.type_name, torch.float32)))
 
 
@@ -43,7 +43,7 @@ class Embedding:
 
 
 def _row_reader(source: WeightTensor) -> Callable[[Tensor], Tensor]:
-    """The function that returns the rows of tokens in fp32."""
+    """Returns a function that gives the rows of tokens in fp32."""
     compiled, dtype = library(), FLOAT_TYPES.get(source.type_name)
     if compiled is not None and source.type_name in KINDS:
         return RowTable(compiled, source)
@@ -87,7 +87,7 @@ class Weights:
         return self._file_name(name) in self.file
 
     def source(self, name: str, shape: tuple[int, ...]) -> WeightTensor:
-        """One tensor, whose shape in the file must be the one that the config implies."""
+        """Takes one tensor, whose shape in the file must be the one that the config implies."""
         file_name = self._file_name(name)
         tensor = self.file.tensor(file_name)
         self._taken.add(file_name)
@@ -116,7 +116,7 @@ class Weights:
         return self.part("embedding", [source], lambda: Embedding(source, scale))
 
     def part(self, form: str, sources: Sequence[WeightTensor], make: Callable[[], _Part]) -> _Part:
-        """What `make` builds of these tensors, or what another variant has already built of the same tensors."""
+        """Returns what `make` builds of these tensors, or what another variant has already built of the same ones."""
         if self._parts is None or any(source.name in self._changed for source in sources):
             return make()
         key = (form, *(source.name for source in sources))
@@ -134,15 +134,15 @@ class Weights:
         return matrix
 
     def linear(self, name: str, outputs: int, inputs: int, weight_format: WeightFormat | None = None) -> Matrix:
-        """One tensor as a matrix."""
+        """Takes one tensor as a matrix."""
         return self.matrix([self.source(name, (outputs, inputs))], weight_format)
 
     def head(self, source: WeightTensor, weight_format: WeightFormat | None = None) -> Matrix:
-        """A matrix whose products rank a vocabulary."""
+        """Makes a matrix whose products rank a vocabulary."""
         return self.matrix([source], weight_format)
 
     def experts(self, each: Sequence[Sequence[WeightTensor]]) -> Sequence[Matrix]:
-        """One projection of all experts; `each` has the tensors that every expert's matrix is stacked from."""
+        """Makes one projection of all experts; `each` has, for each expert, the tensors that its matrix consists of."""
         return [self.matrix(sources) for sources in each]
 
     def takes_among(self, each: Sequence[Sequence[WeightTensor]], shared: Sequence[WeightTensor]) -> bool:

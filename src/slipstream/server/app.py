@@ -1,4 +1,4 @@
-"""The application: every API over one state, behind one gatekeeper, and a documentation page without other hosts."""
+"""The ASGI application: all APIs behind one gatekeeper, and a documentation page that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(state.settings.cors_origins),
-            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["authorization", "content-type", "x-api-key"],
             expose_headers=["retry-after", "x-request-id"],
         )
@@ -118,7 +118,7 @@ def create_app(state: ServerState, on_start: Hook | None = None, on_stop: Hook |
 
 
 def _document_refusals(app: FastAPI) -> None:
-    """Documents the 400 that this server sends in place of FastAPI's 422, which it never sends."""
+    """Replaces 422 by 400 in the API document, because this server answers 400 where FastAPI would answer 422."""
     write = app.openapi
 
     def documented() -> dict[str, Any]:

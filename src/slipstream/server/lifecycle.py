@@ -69,7 +69,7 @@ class Service(uvicorn.Server):
         log_style: LogFormat = "text",
         on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """With `must_load`, a model that cannot be loaded at the start ends the server; `failure` then says why."""
+        """With `must_load`, the server ends if a model with `preload` cannot be loaded; `failure` then says why."""
         self._door = Door(MAX_CONNECTIONS)
         super().__init__(
             uvicorn.Config(
@@ -107,7 +107,10 @@ class Service(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Refuses new requests and ends with the running ones; only the event loop's thread may call it."""
+        """Refuses new requests, and ends the server once the running ones are over or the grace time has passed.
+
+        Only the event loop's thread may call it.
+        """
         if self._state.phase == "draining":
             return
         self._state.phase = "draining"

@@ -1,1 +1,1 @@
-"""Drafting, sampling and accepting: the algorithms of speculation, pure where they can be."""
+"""Drafting, sampling and accepting: the algorithms of speculation, as pure functions where possible."""

@@ -23,8 +23,8 @@ def children_of(proposal: Proposal) -> dict[tuple[int, int], int]:
 def accept(proposal: Proposal, chosen: Sequence[int]) -> Verdict:
     """The kept path and the committed tokens; `chosen[row]` is the target's own token after that row.
 
-    From the anchor on, the child that carries the target's token is kept. Where there is no such child, or no token
-    was chosen after it, the target's token itself, the bonus, ends the run.
+    From the anchor on, the child that carries the target's token is kept. The path ends where there is no such child,
+    or where no token was chosen after that child. The target's token at this place is the bonus.
     """
     children = children_of(proposal)
     row, path = 0, [0]

@@ -46,7 +46,7 @@ class BlockDrafts:
         self.broken = False  # whether a head returned NaN or infinity; nothing is offered at such a place
 
     def bind(self, walk: HeadWalk, compiled: CompiledWalk | None = None) -> None:
-        """Sets the heads' walk, which is built from the candidates, and its compiled twin if there is one."""
+        """Sets the heads' walk, which is built from the candidates, and its form in compiled code if there is one."""
         self._walk, self._compiled = walk, compiled
 
     @property
@@ -102,8 +102,7 @@ class BlockDrafts:
     def after(self, slot: int, previous: int, memory: object) -> Branch:
         if self._walk is None:
             previous = 0  # without a head all parents have the same children
-        # A branch without memory depends only on slot and token. The chain and the tree both pass through it, so it is
-        # kept.
+        # A branch without memory depends only on slot and token. It is kept, because a chain and a tree may share it.
         found = self._ready.get((slot, previous)) if memory is None else None
         if found is None:
             walk = self._walk

@@ -1,7 +1,8 @@
 """Chooses the drafted nodes that a step verifies, and before that the sequences that draft at all.
 
-A step is worth the tokens that it commits minus what its time would yield elsewhere. The nodes of all sequences compete
-in one order by survival, which is cut where a further node is not worth its time; none is an ordinary outcome.
+A step is worth the tokens that it commits minus what its time would yield elsewhere. The nodes of all sequences are put
+into one order by survival, and this order is cut where a further node is not worth its time. It is ordinary that no
+node is chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 # other sequences of its batch 2.8 times as slow; with 0.5 it made them 2.1 times as slow, because steps take a little
 # longer than their estimate.
 LEAST_SHARE = 0.6
-# Numbers of drafted slots that are compared, besides the full block. Fewer make drafts too shallow or too deep.
+# Numbers of drafted slots that are compared, besides the full block. With fewer options, drafts are too shallow or too
+# deep.
 SLOT_OPTIONS = (3, 7, 15, 31)
 
 
@@ -107,7 +109,10 @@ def best_nodes(step: StepTimes, offers: Sequence[Offer], spent_ms: float, price:
 
 
 def _best_prefix(step: StepTimes, offer: Offer, price: float) -> int:
-    """The same for a sequence that is alone in its step; a loop over all offers takes 1 % of a small step longer."""
+    """Returns what `best_nodes` returns for a sequence that is alone in its step.
+
+    The loop over all offers would make a small step 1 % longer.
+    """
     times = step.straight[: offer.straight + 1] + step.branched[offer.straight + 1 :]
     best, best_value, gained = 0, -price * step.plain_ms, 0.0
     for taken, survival in enumerate(offer.survivals, start=1):
@@ -142,9 +147,10 @@ class DraftChoice(NamedTuple):
 def best_draft(
     costs: CostTable, step: StepTimes, options: Sequence[int], prospects: Sequence[Sequence[Prospect]]
 ) -> DraftChoice:
-    """The best number of slots and of drafting sequences; `prospects` has a list by option for each of them.
+    """The best number of slots and of drafting sequences.
 
-    Sequences are taken in their order, so those that expect most should come first.
+    `prospects` has for each sequence one prospect per option. Sequences draft in this order, so those that expect most
+    should come first.
     """
     best = DraftChoice(options[0], 0, 0.0)
     for place, slots in enumerate(options):

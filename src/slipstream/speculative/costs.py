@@ -30,12 +30,12 @@ _KNOT_GAINS = (0.02, 0.02, 0.02)  # The same shares for the factors of single kn
 _LESSONS = 16  # A careful measurement counts as this many timings.
 _USUAL_SIZES = 24  # Lists of times are computed up to at least this many rows, so that most steps find them complete.
 _STALE = 5  # Timings after which the curves are computed again; computing them takes time as well.
-# The share of a cell's own factor that is kept at every timing (half is left after 400). Without fading, one slow spell
-# could keep a shape from ever being chosen, and so from being timed, again.
+# The share of every factor but the machine's that is kept at each timing (half is left after 400). Without fading, one
+# slow spell could keep a shape from being chosen ever again, and so from being timed again.
 _FADING = 0.5 ** (1 / 400)
 _LEAST_UNIT = 1e-60  # The factors are scaled anew before their common unit gets this close to underflow.
 # One row costs at least this share of a step. Where rows are almost free, noise in the curve would otherwise make the
-# rows of one sequence look dearer than those of another.
+# rows of one sequence look more expensive than those of another.
 _LEAST_ROW_SHARE = 0.002
 
 Slice = tuple[Hashable, int]
@@ -62,12 +62,13 @@ class _Curve:
         self.knots = sorted({*sizes, *_KNOTS})
         self._base = [_line(sizes, times, knot) for knot in self.knots]
         self._machine = 0.0
-        # Per level: its own factor and those of the knots, as logarithms in units that fade with every timing.
+        # By level (the machine, a kind, or a kind and context): the level's own factor and then those of its knots, as
+        # logarithms in a unit that fades with every timing.
         self._factors: dict[Hashable, list[float]] = {}
         self._unit = 1.0
         self._recent: dict[tuple[Slice, int], deque[float]] = {}
         self._times: dict[Slice, list[float]] = {}  # times at the knots, kept for a few timings
-        self._listed: dict[Slice, list[float]] = {}
+        self._listed: dict[Slice, list[float]] = {}  # times at all sizes from 0 on, kept as long
         self.observed = 0
 
     def at(self, where: Slice, x: int) -> float:

@@ -101,7 +101,7 @@ class Estimate:
         self._stale = bool(outcomes) or self._stale
 
     def table(self, source: Source = Source.DRAFTER) -> CalibrationTable:
-        """The same for one source's tokens in compiled code and on a GPU; it is valid until the next outcome."""
+        """What `chance` reads, for one source in compiled code and on a GPU; it is valid until the next outcome."""
         self._current()
         return self._tables[source]
 

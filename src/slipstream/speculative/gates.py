@@ -26,7 +26,7 @@ _EMA_SHARE = 0.5
 _FIRST_TRIAL_STEPS = 4, 32
 # Steps of a trial of the other way, and how many more a single sequence needs, because its steps differ most.
 _TRIAL_STEPS = 6.0, 16.0
-_STEPS_BETWEEN_TRIALS = 128  # Fewer steps make trials cost more, more steps notice a change of the texts later.
+_STEPS_BETWEEN_TRIALS = 128  # With fewer, trials cost more; with more, a change of the texts is noticed later.
 # Steps after which a trial goes on although its first step was never reported, because that step was not timed.
 _PATIENCE_STEPS = 8
 _LOSS_SHARE = 0.008  # Trials may lose this share of all time.
@@ -35,7 +35,8 @@ _TRIAL_LOSS_STEPS = 1.5, 6.0
 _REMEMBERED_STEPS = 64  # A rate is the mean over this many steps.
 _REFRESH_STEPS = 8  # A rate is computed again after this many steps, because one step hardly changes it.
 _KEPT_STEPS = 2  # A new trial keeps only so many old steps of the way that it tries.
-# The share of spent and lost time that is kept at each step, so that a long quiet spell does not pay for a wild one.
+# The share of spent and lost time that is kept at each step. Without it, a long spell in which trials lose little would
+# cover large losses much later.
 _KEPT_PER_STEP = 0.9998
 # A step that takes this many times as long as steps of as many rows usually take is an outlier, for example because the
 # machine ran something else. It is replaced by the usual time if it is the only one.
@@ -86,7 +87,7 @@ class EntropyGate:
         return f"top-1 {seen}, thresholds {self._gate.floor:g} and {self._gate.hard:g}"
 
     def observe(self, top1: float) -> None:
-        """Takes in the target's largest probability at the anchor of a step."""
+        """Takes in the target's largest probability at the place where a step chose its bonus."""
         if not self.open:
             return
         self._top1 = top1
@@ -135,15 +136,15 @@ class _Record:
     """Both ways of decoding one size of batch, and the trial that may be running."""
 
     plain: _Rate = field(default_factory=_Rate)
-    free: _Rate = field(default_factory=_Rate)
+    free: _Rate = field(default_factory=_Rate)  # the rate of steps that may draft
     drafting: bool = False  # whether drafting is the faster way according to the measured rates
     left: int = 0  # steps of the running trial that have not been planned yet
     tried: bool = True  # whether the trial's first step has been reported; the other steps of the trial wait for it
     trials: int = 0
     since: int = 0  # steps since the last trial
-    spent: float = 0.0
-    lost: float = 0.0
-    trial_lost: float = 0.0
+    spent: float = 0.0  # seconds of all steps; old steps fade
+    lost: float = 0.0  # seconds that trials and captures have lost; old ones fade
+    trial_lost: float = 0.0  # seconds that the running trial has lost
     last: bool | None = None  # whether the last reported step drafted
 
     def begin_trial(self, batch: int) -> None:
@@ -171,8 +172,8 @@ class _Record:
 class BatchGate:
     """Remembers the speed with and without drafts for every size of batch; the host's work counts like any other time.
 
-    Sizes are doublings, as the captured graphs are. A step is planned before the result of the one before it is
-    reported.
+    Sizes are rounded up to powers of two, as those of captured graphs are. A step is planned before the result of the
+    one before it is reported.
     """
 
     def __init__(self) -> None:
@@ -211,7 +212,7 @@ class BatchGate:
             record.trial_lost += loss
             if record.left and record.trial_lost > _for_batch(_TRIAL_LOSS_STEPS, batch) * best.step_seconds:
                 record.left, first = 0, False
-        # While the first step of a kind runs, the host still works for the step before; that step is not timed.
+        # The first step after a change is not timed, because the host still works for the step before while it runs.
         if not first:
             record.rate(drafting).add(rows, tokens, seconds)
             self._choose(record)

@@ -40,14 +40,15 @@ _TRIAL_NODES = 3  # nodes that a trial verifies at least; without any, it would 
 # The share of the newest draft in the means of one request, and in those of its kind. A larger share follows luck, a
 # smaller one follows a change of the text too slowly.
 _NEWEST_OWN, _NEWEST_OF_KIND = 0.08, 0.03
-_KIND_DRAFTS = 6  # drafts of a new request's own that the means it takes over from its kind count for
+_KIND_DRAFTS = 6  # the means that a new request takes over from its kind count as at most so many drafts of its own
 # Calls that one plan serves at most: with drafts, whose prospects change slowly, and without, where only the budget for
 # trials grows. Planning anew for each call takes 1 to 2 % of a small step.
 _HELD_DRAFTING, _HELD_PLAIN = 4, 64
-# Nodes down to this share of a row's average price are grown, because costs rise in steps and some rows are free.
+# Nodes down to this share of a row's average price are grown, because costs rise in jumps and some rows are free.
 _FLOOR_SHARE = 0.5
 _UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
-# The share of tokens and time that is kept at each step in the speed over plain decoding, which prices a millisecond.
+# The speed over plain decoding, which sets the price of a millisecond, is a ratio of two sums over the steps. At each
+# step both sums keep this share.
 _SPEED_KEEP = 0.95
 _SIZES = (
     1,
@@ -90,9 +91,14 @@ class RecentMeans:
         self.values: list[float] = list(assumed if kind is None else kind.values)
         self.drafts: int = 0 if kind is None else min(_KIND_DRAFTS, kind.drafts)
 
+    @property
+    def share(self) -> float:
+        """The share that the next draft has in the means."""
+        return max(self._newest, 1.0 / (self.drafts + 1))
+
     def add(self, values: Sequence[float]) -> None:
+        share = self.share
         self.drafts += 1
-        share = max(self._newest, 1.0 / self.drafts)
         self.values = [mean + share * (value - mean) for mean, value in zip(self.values, values, strict=True)]
 
 
@@ -114,7 +120,8 @@ class SequencePolicy:
         self.max_nodes = _most_nodes(mode, proposals)
         self.deepest = min(proposals, self.max_nodes)
         self.estimate = Estimate(kind.record)
-        # Accepted tokens, and then milliseconds of rows, for each of SLOT_OPTIONS; accepted tokens for each of _SIZES.
+        # `by_slots` has the accepted tokens for each of SLOT_OPTIONS and then the milliseconds of rows for each of
+        # them; `by_nodes` has the accepted tokens for each of _SIZES.
         self.by_slots = RecentMeans((), kind.by_slots)
         self.by_nodes = RecentMeans((), kind.by_nodes)
         self.note = ""  # why the last plan drafted nothing for this sequence
@@ -131,17 +138,20 @@ class SequencePolicy:
             return
         depths = proposal.depths
         if self.slots:
-            self._add(_brought(depths, len(verdict.path) - 1, self.slots, self.rows_ms))
+            self._add(_brought(depths, len(verdict.path) - 1, self.slots, self.deepest, self.rows_ms))
         if proposal.claims:
             self.estimate.learn(_outcomes(proposal, verdict, depths))
 
     def learn_widths(self, nodes: int, path: Sequence[int]) -> None:
-        """Takes in which of so many nodes were accepted; device steps plan their nodes before the draft is made."""
+        """Takes in which of so many nodes were accepted.
+
+        Only device steps need this, because they plan their nodes before the draft is made.
+        """
         for means in (self.by_nodes, self._kind.by_nodes):
             means.add(_brought_by_nodes(means, nodes, path))
 
     def draft_was_useless(self, rows_ms: float = 0.0) -> None:
-        """Takes in that a draft did not come, or that none of its nodes was worth a row, and what its rows took."""
+        """Takes in that a draft brought no nodes, or none that was worth a row; `rows_ms` is the time of its rows."""
         self._add([0.0] * len(SLOT_OPTIONS) + [rows_ms] * len(SLOT_OPTIONS))
 
     def _add(self, brought: Sequence[float]) -> None:
@@ -181,7 +191,7 @@ class Policy:
         self._explored = 0.0  # the share of the current step's time that trials may lose later
         self._missing_ms = 0.0  # what the budget lacks for the next trial
         self._held: _HeldPlan | None = None
-        self._plain_rate = 0.0  # of the last step, in tokens per millisecond
+        self._plain_rate = 0.0  # tokens per millisecond that the last step would have had without drafts
         # Committed tokens, and the tokens of plain steps in the same time; both fade, and their ratio is the speed.
         self._speed = (1.0 / (1.0 - _SPEED_KEEP),) * 2
 
@@ -314,7 +324,7 @@ class Policy:
             self._speed = _SPEED_KEEP * made + tokens, _SPEED_KEEP * plain + ms * self._plain_rate
 
     def charge(self, ms: float) -> None:
-        """Takes time off the budget of trials: a trial after plain steps first writes the draft context they left."""
+        """Takes time off the budget of trials: a trial must first write the draft context that plain steps left out."""
         self._budget_ms -= ms
 
     def row_price(self, context: int, sampled: bool) -> float:
@@ -335,11 +345,11 @@ class Policy:
 
 
 def _chain(slots: int) -> float:
-    """The accepted tokens to expect of so many slots of which nothing is known."""
+    """The accepted tokens to expect of a chain over so many slots, before any draft has been verified."""
     return sum([_UNKNOWN_CHANCE**depth for depth in range(1, slots + 1)])
 
 
-def _brought(depths: Sequence[int], accepted: int, slots: int, rows_ms: float) -> list[float]:
+def _brought(depths: Sequence[int], accepted: int, slots: int, deepest: int, rows_ms: float) -> list[float]:
     """The accepted tokens that a draft would have brought with each of SLOT_OPTIONS, and then the time of its rows."""
     tokens, times, nodes = list[float](), list[float](), len(depths) - 1
     accepted = min(accepted, slots)  # what is deeper came from the text
@@ -349,7 +359,7 @@ def _brought(depths: Sequence[int], accepted: int, slots: int, rows_ms: float) -
             tokens.append(min(accepted, option))
             times.append(rows_ms * within / nodes)
         else:  # a draft that was right up to its last slot would have gone on
-            tokens.append(accepted + (_chain(option - slots) if accepted >= slots else 0.0))
+            tokens.append(accepted + (_chain(min(option, deepest) - slots) if accepted >= slots else 0.0))
             times.append(rows_ms)
     return tokens + times
 
@@ -359,9 +369,11 @@ def _brought_by_nodes(means: RecentMeans, nodes: int, path: Sequence[int]) -> li
     right = [bisect_right(path, min(size, nodes)) - 1.0 for size in _SIZES]
     if not nodes:
         return right
-    # More nodes than were verified bring more by as much as they did before.
+    # Nodes beyond those that were verified count as before. What they bring is compared with the mean that this draft
+    # leads to, so that they look better after poor drafts and are tried.
     before = _interpolated(means, nodes)
-    more = [max(0.0, mean - before) if size >= nodes else 0.0 for size, mean in zip(_SIZES, means.values, strict=True)]
+    now = before + means.share * (bisect_right(path, nodes) - 1.0 - before)
+    more = [max(0.0, mean - now) if size > nodes else 0.0 for size, mean in zip(_SIZES, means.values, strict=True)]
     return [known + further for known, further in zip(right, more, strict=True)]
 
 

@@ -32,8 +32,8 @@ _NUCLEUS_GUESS = 1024
 _RANKED = (64, 1024)
 _HIDDEN = float("-inf")  # the logit of a token that must not be chosen
 _BAN = -100.0  # A logit bias of this or less bans its token altogether, as the OpenAI API documents it.
-# Candidates per slot of a constrained request at least. The constraint may forbid the likeliest ones; with fewer
-# candidates more slots have to be ranked a second time under their mask.
+# A constrained request has at least so many candidates per slot, because the constraint may forbid the likeliest ones.
+# With fewer candidates, more slots have to be ranked a second time under their mask.
 _GUIDED_CANDIDATES = 16
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-# docs/log.md tells what was tried for the policy; a value below without a figure was chosen by hand. The slowest fourth
-# of the sequences counts. In a simulation of 64 answers this gave 0.97 of plain decoding's speed where the mean gave
-# 0.87. A smaller part is noise, a larger one hides slow texts.
+# docs/log.md tells what was tried for the policy; a value below without a figure was chosen by hand.
+
+# A fourth of the sequences count as the slowest. In a simulation of 64 answers this gave 0.97 of plain decoding's speed
+# where the mean gave 0.87. A smaller part is noise, a larger one hides slow texts.
 _SLOWEST_PART = 4
-# The slowest count as at least this share of the mean. Where the other sequences gain far more, the slowest ones bear
-# it.
+# The slowest count as at least this share of the mean. If the other sequences gain far more, the batch may draft
+# although the slowest sequences lose by it.
 _LEAST_SHARE = 0.7
 _MEMORY_STEPS = 64.0  # After this many steps all counts are halved, so that older steps count less.
-_FULL_SHARE = 0.75  # Shares are remembered only while this share of the columns is taken; the last ones are no example.
-_PRIOR_STEPS = 16.0  # The share of the batch before counts as this many steps.
+# A share is remembered for the next batch only while at least this part of the columns is occupied, because the last
+# sequences of a batch are no example for the next one.
+_FULL_SHARE = 0.75
+_PRIOR_STEPS = 16.0  # The share that the batch before had counts as this many steps.
 
 
 class SlowestShare:

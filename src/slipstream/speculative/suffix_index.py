@@ -71,7 +71,7 @@ class TextIndex(ABC):
         """
 
     def follow(self, tokens: Sequence[int]) -> bool:
-        """Takes over the end of a longer or shorter text that begins alike; returns whether it has all of it.
+        """Follows a text that has become longer or shorter; returns whether the index holds all of it.
 
         A long text is taken over in pieces, one at each call, because the steps of all sequences wait meanwhile.
         """
@@ -158,7 +158,7 @@ class SuffixIndex(TextIndex):
         return _grow(self._text, self.occurrences(), most_nodes, depth, calibrate, floor)
 
     def _longest_match(self) -> int:
-        """Returns how many tokens of the text's end occurred together before, or a few more."""
+        """Returns the most tokens at the text's end that can have occurred together before."""
         last, bound = len(self._text) - 1, 0
         for level in self._levels:
             if level.older[last] < 0:
@@ -233,7 +233,7 @@ class _Grams:
 
 
 def claim_of(share: float, known: int) -> float:
-    """Returns the probability of a token that so large a share of occurrences has after so many matching tokens."""
+    """Returns the claim of a token: this share of the occurrences go on with it, and `known` tokens before it match."""
     return share * known / (known + 1)
 
 
@@ -249,7 +249,7 @@ def _grow(
         step = growth.depths[row]
         if step < depth:
             for token, share, group in _continuations(text, here, step):
-                # The best occurrence shares as many tokens before this one.
+                # So many tokens before this one are the same at the best occurrence.
                 claim = claim_of(share, group[0][0] + step)
                 survival = growth.survivals[row] * calibrate(claim, step + 1)
                 if survival >= floor:

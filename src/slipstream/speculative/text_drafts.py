@@ -20,8 +20,8 @@ class Chance(Protocol):
 def merged(drafter: Growth, text: Growth, chance: Chance, nodes: int) -> Growth:
     """One tree of both, with at most `nodes` nodes.
 
-    The drafter's nodes stay as they are. Behind a row that has some of them, what the text claims is multiplied by the
-    probability that they leave.
+    The drafter's nodes stay as they are. If a row has children from the drafter, the text's claims for further children
+    are multiplied by the probability that those of the drafter leave.
     """
     if not text.nodes:
         return drafter

@@ -69,7 +69,7 @@ def render(
 
 
 def helper() -> Helper:
-    """Returns the process that renders templates. All models share it; it ends when its last holder is gone."""
+    """Returns the process that renders templates. All models share it; it ends when nothing refers to it any more."""
     with _lock:
         found = _shared.get("helper")
         if found is None:

@@ -18,8 +18,8 @@ from tokenizers import models
 from slipstream.text.gguf_vocab import SPLIT_PATTERNS, WORD_PATTERNS
 from slipstream.text.token_bytes import SPACE_MARK, parts_of
 
-# Tokenising a piece of ASCII takes up to 2.5 MB, of 4-byte characters up to four times that; half as many characters
-# would cost 1 % more time.
+# Characters of a piece. Tokenising a piece takes up to 2.5 MB of memory if it is ASCII, and up to four times that if
+# its characters have 4 bytes each. With half as many characters, tokenising would take 1 % more time.
 PIECE_CHARS = 1 << 13
 # A text may be cut before a space or after a line break, if the characters around that space or break are no
 # whitespace. The known patterns match nothing across such a place and do not look back over it, and a text that ends
@@ -34,7 +34,7 @@ Shares = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yields pieces of a text that together have its tokens; a stretch without a place to cut stays whole."""
+    """Yields pieces whose tokens together are those of the whole text; a stretch without a place to cut stays whole."""
     start = 0
     while start < len(text):
         end = _next_cut(text, start + PIECE_CHARS)
@@ -67,7 +67,7 @@ def can_cut(backend: Backend, vocabulary: Sequence[bytes]) -> bool:
 
 
 def token_shares(backend: Backend, vocabulary: Sequence[bytes]) -> Shares | None:
-    """Returns the least share of a token for each byte value, 0 if the byte may vanish.
+    """Returns for each byte value the least share of a token that such a byte has; 0 if the byte may vanish.
 
     Returns None if no share is certain with this tokenizer. The share of a byte is 1 / (the length of the longest token
     that contains it). The shares of a token's bytes add up to 1 at most, so the shares of a text's bytes add up to at

@@ -1,4 +1,4 @@
-"""The bytes that a vocabulary entry stands for, in either of the two byte-faithful notations of vocabularies."""
+"""The bytes that a vocabulary entry stands for, in either of the two notations of vocabularies that keep every byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenNotation:
-    """How a token's text becomes bytes, and how many leading spaces of a whole text encoding has added."""
+    """How a token's text becomes bytes, and how many spaces encoding adds at the start of a text."""
 
     byte_level: bool
     leading_spaces: int = 0

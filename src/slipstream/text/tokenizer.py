@@ -14,7 +14,8 @@ from slipstream.lazy import cached_property
 from slipstream.text import cutting, gguf_vocab
 from slipstream.text.token_bytes import TokenNotation
 
-# These special tokens end a turn in every model that has them, because a model's own list may be incomplete.
+# Special tokens that end a turn in every model that has them. They are added to a model's own list of end tokens, which
+# may be incomplete.
 TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -55,7 +56,7 @@ class Tokenizer:
         add_bos: bool | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Templates call the first of `eos_ids` eos. If `add_bos` is None, the backend decides about BOS itself."""
+        """The first of `eos_ids` is the templates' `eos_token`. If `add_bos` is None, the backend decides about BOS."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -181,7 +182,7 @@ class Tokenizer:
         return known and cutting.can_cut(self.backend, self.vocabulary)
 
     def prepare_long_texts(self) -> None:
-        """Builds now what the first long text would build: 6 MB, which would count as that text's memory."""
+        """Computes now what the first long text needs: 6 MB, which would otherwise count as that text's memory."""
         _ = self.can_cut, self.token_shares
 
     @cached_property
@@ -210,7 +211,7 @@ class Tokenizer:
         return cutting.fewest_tokens(data, self.token_shares)
 
     def longest_piece(self, text: str) -> int:
-        """Returns how many characters have to be tokenised at once, at most."""
+        """Returns how many characters of a text are tokenised in one call, at most."""
         cut = len(text) > cutting.PIECE_CHARS and self.can_cut
         return max(map(len, cutting.pieces(text)), default=0) if cut else len(text)
 
@@ -271,7 +272,7 @@ def count_leading(text: str, most: int) -> int:
 def _failure(error: BaseException) -> str:
     """Returns what went wrong in the tokenizers library, or raises `error` again if it is not from the library.
 
-    The library's panics are not `Exception`s; nor are signals such as `KeyboardInterrupt`, which must go on.
+    The library's panics are not `Exception`s; nor are signals such as `KeyboardInterrupt`, which must not be swallowed.
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error

@@ -1,1 +1,1 @@
-"""Tools around model files and servers: inspect, check, convert, quantize, compare, and smoke tests of a server."""
+"""These tools inspect, check, convert, quantize and compare model files, and check a running server from outside."""

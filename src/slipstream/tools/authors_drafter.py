@@ -45,7 +45,7 @@ class AuthorBlocks:
 
     @torch.inference_mode()
     def block(self, position: int) -> tuple[Tensor, list[int]]:
-        """The block after `position`, from the taps that our side has read; nothing is cached between blocks."""
+        """The block after `position`, from the taps that `OurBlocks` has recorded; nothing is cached between blocks."""
         ours, model = self._ours, self._model
         size, config = ours.drafter.config.block_size, ours.drafter.config
         first = max(0, position - ours.window) if ours.window else 0

@@ -52,6 +52,7 @@ _WORDLESS = {
 }
 _KNOWN, _KNOWN_BACKWARDS = "d2t", "t2d"  # both hold the same map between draft and target ids, in opposite directions
 _FUSED = "qkv_proj.weight"
+# Parts that a reader learns from the tensors. A config.json does not state them under these names.
 _SHOWN_BY_TENSORS = ("tap_norms", "context_norm", "gate_width")
 _NO_TOKENIZER = "without --target the file has no tokenizer: slipstream accepts it, but llama.cpp would refuse it"
 
@@ -108,7 +109,7 @@ def _apart(config: DFlashConfig, tensors: Mapping[str, WeightTensor]) -> dict[st
 
 
 def _known_tokens(stored: WeightTensor, *, as_offsets: bool) -> TensorPlan:
-    """The target's ids of the tokens that a drafter knows; folders store each id's distance from its place instead."""
+    """The target's ids of the tokens that a drafter knows; folders store each id minus its index in the tensor."""
     places = torch.arange(stored.shape[0])
     values = stored.dense().long() + (-places if as_offsets else places)
     return TensorPlan(_KNOWN, "I64", stored.shape, lambda: [np.asarray(values, "<i8").tobytes()])

@@ -19,6 +19,7 @@ from slipstream.formats.weight_files import WeightTensor
 
 FLOATS = ("F32", "F16", "BF16")
 _WIDENED_KEY = "slipstream.widened."  # + a type: names the tensors that had this type before they were widened to F32
+# GGUF has these types in the place of others; F8 values are exact in BF16, and F64 values are rounded to F32.
 _EXACT_IN = {"F64": "F32", "F8_E4M3": "BF16", "F8_E5M2": "BF16"}
 # Values that are converted at a time; this bounds the memory, and smaller pieces would only take longer.
 _PIECE_ELEMENTS = 2**22

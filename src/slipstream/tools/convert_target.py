@@ -39,7 +39,7 @@ from slipstream.tools.model_file import decoder_tensors, take_tensors
 from slipstream.types import Progress
 
 _FACTORS = "rope_freqs.weight"
-_STANDS_STILL = 1e30  # llama.cpp divides a frequency by this if it does not rotate
+_STANDS_STILL = 1e30  # the divisor that llama.cpp stores for a frequency whose dimensions do not rotate
 _LLAMA3 = "slipstream.rope."  # + a setting of llama3 scaling; the GGUF tensor holds only the resulting factors
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
 # Fields that files express in different ways with the same meaning; what layers derive from them is compared instead.

@@ -17,6 +17,7 @@ from slipstream.text import gguf_vocab
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Progress
 
+# The numbers that GGUF gives to the types of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 END_KEY, MASK_KEY = "tokenizer.ggml.eos_token_id", "tokenizer.ggml.mask_token_id"
 NO_END = "the tokenizer names no end-of-sequence token, so llama.cpp would choose one itself"
@@ -24,6 +25,8 @@ NO_END = "the tokenizer names no end-of-sequence token, so llama.cpp would choos
 # as the folder's tokenizer.
 _PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "default")
 _GEMMA_TURN = "<turn|>"  # only Gemma 4's vocabulary has it, and it needs its own tokenizer model in GGUF
+# Sample texts. A converted tokenizer is accepted only if it gives the same ids for all of them; a kind of text that is
+# not here could be split in another way without an error.
 _PROBES = (
     "Hello world, it's 12345 o'clock (or 7:05)!",
     "  two leading spaces\n\n\tand a tab  \r\n",
@@ -152,7 +155,7 @@ def _special_keys(
 
 
 def _spellings(model: Mapping[str, Any], tokens: Sequence[str]) -> list[Metadata]:
-    """All metadata for splitting and joining text that may fit this tokenizer."""
+    """The candidates for the metadata that says how text is split and joined; `_same` tells which one fits."""
     merged = model.get("merges", [])
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merged]
     merges = entries({"tokenizer.ggml.merges": [f"{left} {right}" for left, right in pairs]}, ValueKind.STRING)

@@ -29,7 +29,7 @@ FAMILY_NAMES = {
 }
 _SIGMOID = 2  # llama.cpp's number for routing by sigmoid
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # the defaults, which files do not state
-_STILL = 1e20  # a frequency that is divided by more does not rotate
+_STILL = 1e20  # dimensions whose frequency is divided by this or more do not rotate
 
 
 # ---- GGUF keys

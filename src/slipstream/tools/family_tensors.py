@@ -1,8 +1,9 @@
 """Turns a target's tensors from the layout of Hugging Face folders into that of llama.cpp's GGUF files, and back.
 
-llama.cpp stacks the experts of a layer, reorders the rotary rows of Llama, and stores Qwen3.5 ready for use: norms hold
-the factor itself, decay rates are not logarithms, and the first value head of every key head
-comes before the second of any.
+llama.cpp stacks the experts of a layer and reorders the rotary rows of Llama. Of Qwen3.5 it stores numbers as they are
+used: a norm's weight is the factor itself (folders store the factor minus 1), and a decay rate is not a logarithm. It
+also orders Qwen3.5's value heads differently: the first value head of every key head, then the second of every key
+head, and so on.
 """
 
 from __future__ import annotations
@@ -128,7 +129,10 @@ def _changed(tensor: WeightTensor, change: Callable[[Tensor], Tensor]) -> Derive
 
 
 def _value_order(kind: str, config: Qwen35Config) -> Tensor | None:
-    """The source of each row (of out_proj: each column) of a GGUF file; folders keep a key head's values together."""
+    """For each row of a GGUF file's tensor (for out_proj: each column), its place in a folder's tensor.
+
+    Folders keep the value heads of a key head together. None means that the order is the same.
+    """
     delta = config.delta
     keys = 2 * delta.key_heads * delta.key_dim
     widths = {"A_log": 1, "dt_bias": 1, "in_proj_a": 1, "in_proj_b": 1, "norm": 0}

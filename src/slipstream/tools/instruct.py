@@ -1,6 +1,6 @@
-"""Judges by its files whether a target is the instruct model that a drafter was trained on, or its base model.
+"""Judges from a target's files whether it is the instruct model that a drafter was trained on, or the base model.
 
-A base model of the same shape loads and runs with such a drafter and only accepts fewer tokens, so no error shows it.
+A base model of the same shape loads and runs with such a drafter. No error occurs, but it accepts fewer drafted tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def _read(path: Path) -> tuple[dict[str, object], dict[str, object]]:
 
 
 def _ending(template: str | None, tokenizer: Tokenizer | None, ends: Sequence[int]) -> Witness:
-    """An instruct model ends with the token that closes its turns; some base models have a template, but not that."""
+    """Compares the end token with the one that closes the template's turns.
+
+    An instruct model has the same token for both; some base models have a template but another end token.
+    """
     name = "end token"
     if tokenizer is None or not ends:
         return Witness(name, "no end token is declared", "nothing")

@@ -1,7 +1,7 @@
 """Runs two drafters or two targets on the same inputs and compares their logits and their choices.
 
-The inputs are answers that the target itself wrote. A drafter's block is computed wherever a step of either drafter
-would begin, so that the number of steps that each needs for the same text, and so its tau, is known as well.
+The inputs are answers that the target itself wrote. The blocks of both drafters are computed wherever a step of either
+drafter would begin. This also counts the steps that each drafter needs for the same text, which gives its tau.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Opens a model file and gives its tensors the same names and row order, whatever its format is.
 
-The model itself tells which tensors it must have, and their shapes: it is built with placeholders that record every
-tensor it asks for, so no weights are read.
+The tensors that a model must have, and their shapes, are found by building the model with placeholders. They record
+every tensor that its code loads, so no weights are read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checks with an independent fp64 forward in numpy whether two texts differ because of a near-tie.
 
-It shares with the engine how files are read and nothing of its arithmetic, so a mistake there cannot hide here.
+It reads files with the same code as the engine, but it uses none of the engine's arithmetic, so that it does not repeat
+a mistake of that arithmetic.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class TypeChoice:
 
 
 class Recipe:
-    """One recipe applied to the tensors of one model, which it knows by name."""
+    """One recipe for one model. It needs the names of all tensors, because some types depend on the layers' number."""
 
     def __init__(self, name: RecipeName, tensor_names: Collection[str]) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class Recipe:
         self._has_output = any(tensor in _OUTPUTS for tensor in tensor_names)
 
     def choose(self, tensor: str, shape: tuple[int, ...], stored: str) -> TypeChoice:
-        """The type for a tensor that is stored as `stored`; nothing is wanted for one that stays exact."""
+        """The type for a tensor that is stored as `stored`; `wanted` is empty for a tensor that stays exact."""
         experts = len(shape) == 3 and tensor.endswith("_exps.weight")
         if (len(shape) != 2 and not experts) or shape[-2] == 1 or _SENSITIVE.search(tensor):
             return TypeChoice(EXACT, "")

@@ -1,4 +1,4 @@
-"""Checks a running server from the outside: over HTTP, and trusting only what it answers.
+"""Checks a running server from the outside: the only source is what the server answers over HTTP.
 
 A check of something that the server does not offer is skipped and reported; whatever it offers must work.
 """
@@ -20,7 +20,7 @@ Verdict = Literal["pass", "fail", "skip"]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS = 64  # tokens of most answers; enough for drafts to be accepted, and quick on a slow machine
 LONG_PROMPT_TOKENS = 512  # a long prompt must have more, so that it takes several chunks of prefill
-ENDLESS_TOKENS = 1024  # tokens of the answer from which the client disconnects; it must not end before
+ENDLESS_TOKENS = 1024  # tokens of the answer that the client leaves early; it must not end before that
 FEWEST_CHUNKS = 3  # the client disconnects after this many chunks, when the stream is certainly running
 SLOT_FREE_S = 3.0  # seconds within which the slot of a disconnected client must be free
 REPEATS = 5  # identical prompts whose answers must be identical

@@ -23,9 +23,9 @@ from slipstream.types import Progress, tracked
 
 Array = NDArray[np.float64]
 CHUNK_ELEMENTS = 2**20  # values of each file that are in memory at once
-# A tensor is an outlier if its error is this many times the median error of tensors stored in the same two types...
+# A tensor is an outlier if its error is above this many times the median error of tensors stored in the same two types.
 OUTLIER_FACTOR = 4.0
-# ... and larger than rounding in the last place of a float32.
+# An error up to this is never an outlier, because it may be rounding in the last place of a float32.
 OUTLIER_FLOOR = 1e-6
 _UNLIKE = 0.5  # No quantisation causes a relative RMS above this, so such a tensor is an outlier in any case.
 _SAMPLED_ROWS = 8  # Rows that are compared to find out whether two tensors are the same.

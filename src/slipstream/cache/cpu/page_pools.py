@@ -76,7 +76,7 @@ class KvPools:
         state_slots: int | None = None,
         state_stride: int = 0,
     ) -> None:
-        """`state_slots` is the number of recurrent states, by default one per page, which suffices for any sequences.
+        """`state_slots` is the number of recurrent states; one per page, the default, is enough for all sequences.
 
         A checkpoint of the recurrent state is kept every `state_stride` pages; 0 keeps none.
         """
@@ -99,7 +99,7 @@ class KvPools:
         self.movers = self._make_movers()
 
     def _make_movers(self) -> list[RowMover] | None:
-        """Returns the compiled way to move rows, pools of the same shape together; None without compiled kernels."""
+        """Returns a compiled mover for each group of pools of one shape; None without compiled kernels."""
         alike: dict[tuple[int, ...], list[Tensor]] = {}
         for pool in self._target_pools:
             alike.setdefault(tuple(pool.shape), []).append(pool)

@@ -22,8 +22,9 @@ _ROW_STATE_BYTES = 32 << 20
 def zeros(*shape: int) -> Tensor:
     """Returns a zeroed tensor; a masked slot still enters a sum as 0 * value, and other memory may hold NaN.
 
-    The memory are zero pages of the operating system, none of which is touched here, so a pool takes memory only as it
-    fills. An allocator would hand out memory that an earlier pool left behind, and would have to write zeros into it.
+    The memory consists of the operating system's zero pages. None of them is touched here, so a pool takes memory only
+    as it fills. An allocator would hand out memory that an earlier pool left behind, and would have to write zeros into
+    it.
     """
     size = math.prod(shape)
     if not size:
@@ -66,7 +67,7 @@ class StateTensors(SlotTensors):
         self.most_kept_rows = _ROW_STATE_BYTES // shape.state_bytes
 
     def write(self, slot: int, states: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Stores a window and a memory per layer; a layer is computed after the one before is written."""
+        """Stores a window and a memory per layer; `states` may compute each layer when its turn comes."""
         for layer, (window, memory) in enumerate(states):
             self.windows[slot, layer] = window
             self.memories[slot, layer] = memory

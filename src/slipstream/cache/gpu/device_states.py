@@ -55,7 +55,7 @@ class LoggedRows:
 
 
 class GpuStateTensors(SlotTensors):
-    """The convolutions' windows in bf16, as the rows bring them, and the delta nets' memories in fp32, by slot."""
+    """The convolutions' windows in bf16, the format of the rows, and the delta nets' memories in fp32, by slot."""
 
     def __init__(self, slots: int, shape: DeltaShape, device: torch.device) -> None:
         self.shape = shape

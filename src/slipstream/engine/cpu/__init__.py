@@ -1,1 +1,1 @@
-"""The executor on a CPU: phases of a step as calls, one after the other."""
+"""The executor on a CPU, which runs the phases of a step one after the other."""

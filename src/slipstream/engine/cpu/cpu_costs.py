@@ -27,11 +27,11 @@ from slipstream.speculative.draft import CANDIDATES, DraftJob
 from slipstream.speculative.sampling import RowSampler
 from slipstream.types import BASE_VARIANT, Progress, Proposal, SamplingParams
 
-# Rows of the timed steps. Kernels work on several rows at once, so costs rise in steps: with a straight line between 4
+# Rows of the timed steps. Kernels work on several rows at once, so costs rise in jumps: with a straight line between 4
 # and 8 rows the policy chose 5 rows, which cost nearly as much as 8 (docs/log.md).
 _ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)
 _TREE_ROWS = (4, 8, 16, 32)  # rows of the timed trees, which cost 4 to 8 % more than chains (docs/log.md)
-_CONTEXT = 64  # tokens after which steps are timed; real steps teach what a longer context costs
+_CONTEXT = 64  # tokens before the timed rows; timings of real steps show what a longer context costs
 # Actions run in turns until each had 6 runs that no other process disturbed, which takes 0.7 s on an idle machine with
 # the shipped pair. After 2 rounds the measurement also ends when it has taken 1.5 s, because a first request waits for
 # it. With fewer runs, one that a shared cache or the hypervisor slowed down may be taken for the cost.

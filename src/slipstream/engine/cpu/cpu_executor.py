@@ -56,7 +56,7 @@ class CpuExecutor:
         draft_window: int,
         progress: Progress | None,
     ) -> CpuExecutor:
-        """With pools as large as the configuration asks for, or as free memory allows."""
+        """Returns an executor with pools as large as the configuration asks for, or as free memory allows."""
         shapes = pool_shapes(target, draft)
         per_token = sum(shape.bytes_per_token() for shape in shapes if shape is not None)
         room = StateRoom.plan(shapes[0].states, config, per_token)

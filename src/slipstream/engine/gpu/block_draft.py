@@ -40,10 +40,10 @@ class Candidates:
 
 
 class BlockDraft:
-    """One pass of the drafter for all sequences of a step, `rows` being its blocks.
+    """One pass of the drafter for all sequences of a step; `rows` are its blocks.
 
     A tree of n nodes is at most n deep. If a step has few rows for each of many sequences, the later slots of a block
-    therefore need not pass the output matrix, which is most of what a block costs.
+    therefore need not pass the output matrix. That matrix is most of what a block costs.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BlockDraft:
         self.candidates = self._found if self._picks else self._found.behind(first)
         self.head_scores: HeadScores | None = None
         if drafter.heads is not None:
-            # Every confidence is enough here: a request with a least confidence runs on the host, not in device steps.
+            # Every confidence is enough here: a request with `min_confidence` runs on the host, not in device steps.
             anything = torch.zeros(rows.sequences, device=device)
             confident = drafter.heads.trust is not None
             self.head_scores = HeadScores.empty(*self.candidates.shape, confident, anything)

@@ -59,8 +59,8 @@ class HeldContext:
     def settle(self) -> None:
         """Writes what steps have held back.
 
-        Everything else that reads or writes draft context calls this first. A page that changes hands meanwhile needs
-        no care: the context of its next sequence is written after what is held for the last one.
+        Everything else that reads or writes draft context calls this first. If a page goes to another sequence
+        meanwhile, nothing is lost, because the context of that sequence is written after what is held.
         """
         step, self._step, self._turns = self._step, None, 0
         if step is not None:

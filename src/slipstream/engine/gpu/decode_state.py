@@ -13,8 +13,9 @@ from slipstream.engine.executor import NO_SEQUENCE, BatchColumn, Wish
 from slipstream.kernels.gpu.token_choice import SamplingSettings
 from slipstream.kernels.gpu.tree_growth import CALIBRATION_WORDS, Wishes, write_calibration
 
-_STAGES = 3  # host buffers in rotation: when the next copy is prepared, two older ones may still wait behind launched
-# steps; with fewer, the host would write over numbers that the device has not fetched yet
+# Host buffers in rotation. When the next copy is prepared, two older ones may still wait behind launched steps; with
+# fewer buffers, the host would write over numbers that the device has not fetched yet.
+_STAGES = 3
 
 
 class DecodeState:

@@ -76,7 +76,7 @@ class DecodeStep:
         self._ranking = RankingScratch.empty(self._rows.rows, vocabulary, 1, device)
         self.held = self._make_held() if drafter is not None and not drafting and each == 1 else None
         self._text = TextDraft.empty(sequences, MOST_TEXT_NODES, device) if drafting else None
-        # Rows of an accepted path.
+        # The most rows that the path of a sequence can have.
         longest = min(max(drafter.proposals, MOST_TEXT_NODES) + 1, each) if drafter is not None else 1
         padded = bucket(longest, -(-LEAST_ROWS // sequences)) if self.held is None else 1
         self._context = ContextRows.empty(sequences, padded, device)

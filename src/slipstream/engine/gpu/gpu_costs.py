@@ -20,10 +20,10 @@ from slipstream.speculative.text_drafts import MOST_TEXT_NODES
 from slipstream.types import Progress
 
 _ROWS = (16, 32, 64, 128, 256)  # rows of the steps that are timed; the cost table interpolates between them
-_FEW = (4, 8)  # rows of steps that are padded to 16 and take as long, except that they read fewer experts
+_FEW = (4, 8)  # rows of steps that are padded to 16 rows; they take as long, except that they read fewer experts
 _ROUNDS = 8  # runs of each step, of which the fastest counts; with fewer, a disturbed run may be taken for the cost
 StepMaker = Callable[[int, int, GpuDrafter | None, bool], tuple[DecodeStep, Callable[[], None]]]
-_TEXT_DRAFT_MS = 0.01  # the time of a draft without a drafter; a draft must take some time
+_TEXT_DRAFT_MS = 0.01  # the least time of a draft, and its time without a drafter; the cost table refuses 0
 
 
 @torch.inference_mode()

@@ -118,7 +118,7 @@ class GpuExecutor:
 
     @torch.inference_mode()
     def prepare_batches(self) -> None:
-        """Captures the shapes that several sequences need, which otherwise wait for it when they first run together.
+        """Captures the shapes that several sequences need; otherwise the first steps with them would wait.
 
         A shape that finds no room is captured when it is first needed. Recurrent targets capture nothing here: every
         shape keeps a log of its rows' inputs, and all of them at once take too much memory.

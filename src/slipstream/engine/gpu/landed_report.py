@@ -90,7 +90,8 @@ class Landing:
             return _alone(tokens[0])
         texts, claims = self._texts[column], self._copy.claims[column, :used]
         if claimed and texts:
-            # Claims of a text such as 9/10 lie on borders of the estimate's bins, and rounding puts some below them.
+            # A claim of a text, such as 9/10, may lie on a border of the estimate's bins, and rounding to fp32 may put
+            # it below that border. The next larger number is not below.
             claims = np.append(claims[:-texts], np.nextafter(claims[-texts:], np.float32(1.0)))
         own = tuple(claims.tolist()) if claimed else ()
         sources = (Source.DRAFTER,) * (used - texts) + (Source.TEXT,) * texts if texts else ()

@@ -273,7 +273,7 @@ class Passes:
 
 
 class GpuBlocks(BlockDrafter):
-    """A drafter over pages on the device; the host ranks candidates, because constraints and penalties are there."""
+    """A drafter over pages on the device; the host ranks candidates, because it holds constraints and penalties."""
 
     def __init__(self, passes: Passes, drafter: GpuDrafter, window: int) -> None:
         super().__init__(drafter.drafter, window)

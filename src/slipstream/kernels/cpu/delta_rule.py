@@ -18,7 +18,7 @@ from slipstream.kernels.cpu.torch_kernels import rms_norm, row_by_row
 
 _NORM_EPS = 1e-6  # added to the squared norm of queries and keys; the models define it
 
-Parents = Sequence[int] | None  # the parent of every row of a stretch, -1 for a root; None for a chain
+Parents = Sequence[int] | None  # the parent of each of a sequence's rows, -1 for a root; None for a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,10 @@ class DeltaRule:
     """One layer's recurrence: its convolution, and how fast each of its heads forgets."""
 
     def __init__(self, shape: DeltaShape, kernel: Tensor, rates: Tensor, shift: Tensor) -> None:
-        """`kernel` is [channels, taps]; `rates` (negative) and `shift` have one number per value head."""
+        """`kernel` is [channels, taps]; `rates` (negative) and `shift` have one number per value head.
+
+        A tap is one of the inputs that the convolution weighs for a row.
+        """
         self.shape = shape
         self.kernel = kernel.t().contiguous()  # [taps, channels]
         self.rates, self.shift = rates, shift
@@ -106,7 +109,7 @@ class DeltaRule:
 class Level:
     """Rows that are computed together.
 
-    Their parents are in the level above; the first level continues the sequences.
+    Their parents are in the level above. The rows of the first level continue the stored states of their sequences.
     """
 
     rows: Tensor
@@ -141,7 +144,8 @@ class DeltaStep:
         kept: Sequence[Collection[int]],
     ) -> None:
         """The states are `windows` [slots, layers, window, channels] and `memories` [slots, layers, heads, key dim,
-        value dim]. A stretch is a number of rows and their parents; `kept` lists rows of each stretch.
+        value dim]. A stretch is one sequence's rows: how many there are, and their parents. `kept` lists, for each
+        stretch, the rows after which the state is stored.
         """
         self._windows, self._memories = windows, memories
         self._slots = torch.tensor(slots)
@@ -172,7 +176,7 @@ class DeltaStep:
         self._levels = [self._make_level(*given) for given in zip(depths, widths, strict=False)]
 
     def _make_level(self, level: Sequence[tuple[int, int, bool]], width: int) -> Level:
-        """`width` is the number of rows in the level above."""
+        """Makes the tensors of one level; `width` is the number of rows in the level above."""
         rows, above, wanted = zip(*level, strict=True)
         chosen = [place for place, want in enumerate(wanted) if want]
         for place in chosen:

@@ -11,7 +11,8 @@ from slipstream.kernels.rows import AttentionPattern, make_group, make_tree_grou
 
 _ROWS = 16  # rows that are computed together and then one by one
 _LENGTHS = (20, 150, 700)  # context lengths: within one page, over a few pages, over many
-# int8 sums are integers, and int4 and native sums follow the order of the inputs; torch's dense GEMMs promise neither.
+# int8 sums are integers, which are exact in any order, and int4 and native sums follow the order of the inputs. torch's
+# dense GEMMs promise no order, so their formats are left out.
 ROW_INVARIANT_FORMATS = ("native", "int4", "int8")
 
 

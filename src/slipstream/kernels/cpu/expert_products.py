@@ -16,7 +16,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def grouped_product(matrices: Sequence[Matrix], rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiplies rows, sorted by expert with `counts` of each, with the matrix of their expert."""
+    """Multiplies each row with its expert's matrix; rows are sorted by expert, and `counts` says how many each has."""
     touched = [(matrix, count) for matrix, count in zip(matrices, counts, strict=True) if count]
     native = [matrix for matrix, _ in touched if isinstance(matrix, NativeMatrix)]
     if len(native) < len(touched):

@@ -1,7 +1,7 @@
 """Matrices in the weight formats that are fast on a CPU, all with one interface: fp32 rows in, fp32 rows out.
 
-`int4` and `int8` sum every row in an order that depends on the weight alone. The result of a row therefore does not
-depend on how many rows share the call, which is why speculative text equals plain text to the last bit.
+In `native`, `int4` and `int8` the result of a row does not depend on how many rows share the call, which is why
+speculative text equals plain text to the last bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.kernels.cpu.native_matrix import Coarsened, SlipLinear, SlipMatr
 
 DENSE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INT4_GROUP = 32  # weights that share a scale, as in GGUF's 4-bit types
-_FINE_STEPS = 254.0  # the rest after the coarse rounding, at most half a coarse step, becomes a second int8
+_FINE_STEPS = 254.0  # times this, the rest after the coarse rounding (at most half a step) fits into a second int8
 
 
 class MatrixSource(StoredTensor, Protocol):

@@ -1,4 +1,4 @@
-"""Row attention by the compiled kernel, or by torch where that cannot serve, and the C structs that describe rows."""
+"""Computes row attention with the compiled kernel, or with torch where it does not fit; describes rows to C code."""
 
 from __future__ import annotations
 

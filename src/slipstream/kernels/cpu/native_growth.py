@@ -1,4 +1,4 @@
-"""Calls the compiled code that grows chains and trees; `speculative` has the same in Python."""
+"""Calls the compiled code that grows chains and trees; the package `speculative` does the same in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels: which instruction set they use here, or why torch's are used instead; their threads."""
+"""Loads the compiled kernels, says which instruction set they use or why torch's run, and sets their threads."""
 
 from __future__ import annotations
 

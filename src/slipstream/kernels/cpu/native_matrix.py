@@ -19,7 +19,7 @@ from slipstream.kernels.cpu.native_library import Library
 
 # The numbers of the weight types are those of matrix.h.
 KINDS = {name: number for number, name in enumerate(("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16", "F32"))}
-_OTHER_TYPES_AS = "Q8_0"  # every other block type is coarser, so Q8_0 loses next to nothing of it
+_OTHER_TYPES_AS = "Q8_0"  # the other block types are coarser, so their weights lose next to nothing as Q8_0
 _ALIGNMENT = 64  # bytes of a cache line
 _ARENA_BYTES = 32 << 20  # allocated at once, so that small matrices share large pages
 _INT, _POINTER = ctypes.c_int32, ctypes.c_void_p
@@ -70,7 +70,7 @@ _arena: ContextVar[Arena] = ContextVar("arena", default=_COMMON)
 
 @contextmanager
 def memory_of_its_own() -> Iterator[None]:
-    """Packs weights inside the block into separate memory, which is freed when those weights are deleted."""
+    """Packs the weights of a `with` block into separate memory, which is freed when those weights are deleted."""
     before = _arena.set(Arena())
     try:
         yield

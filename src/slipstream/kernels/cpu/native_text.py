@@ -1,4 +1,4 @@
-"""Calls the compiled index of a text's earlier occurrences; `speculative/suffix_index.py` has the same in Python."""
+"""Calls the compiled index of a text's earlier occurrences; `speculative/suffix_index.py` does the same in Python."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which tokens score best: rankings of logits with and without seeded noise, by compiled kernels or by torch.
 
 The answer for a row depends only on that row, its position and the seed, not on the rows beside it or the number of
-threads. For this reason rows are cut into stretches of a fixed size.
+threads. The compiled kernels therefore cut rows into stretches of a fixed size.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from slipstream.kernels.rows import AttentionPattern, RowGroup
 # MKL sums few rows in another order than many: up to 3 rows everywhere, and with large heads on some processors up to
 # 15. Padding to this many rows gives one order for all.
 MIN_ATTENTION_ROWS = 16
-# Torch processes this many numbers together, and those left at a tensor's end one by one with another formula.
+# Torch processes this many numbers together, and those left at a tensor's end one by one with another formula. If this
+# is too small, the bits of a number depend on its place.
 _VECTOR = 32
 
 
@@ -144,8 +145,8 @@ class GroupLayout:
 
     runs: tuple[tuple[int, int], ...]  # ranges of page ids, in position order
     mask: Tensor  # [rows, keys], 0 where a row sees a key and -inf elsewhere
-    # after the runs, each row's own path through a tree: [pages, kv heads, rows, page tokens], indices into a flat
-    # pool
+    # the keys after the runs, which each row of a tree reads along its own path: indices into a flat pool,
+    # [pages, kv heads, rows, page tokens]
     tail: Tensor | None = None
 
 
@@ -159,7 +160,7 @@ def group_layout(group: RowGroup, kv_heads: int) -> GroupLayout:
 
 
 def page_runs(page_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Joins consecutive page ids into ranges, so that neighbouring pages are read in one call."""
+    """Joins consecutive page ids into ranges, so that one call reads neighbouring pages."""
     runs: list[tuple[int, int]] = []
     for page in page_ids:
         if runs and runs[-1][1] == page:
@@ -172,8 +173,8 @@ def page_runs(page_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
 def _layout(group: RowGroup, kv_heads: int) -> GroupLayout:
     """Finds the pages of a group and what its rows see of them.
 
-    A tree's keys are gathered from the root's page on, for every row through its ancestors, in position order. A row of
-    a tree then does exactly the sums that a plain row at its position would do.
+    In a tree, each row has its own keys from the root's page on: those of its ancestors, gathered in the order of their
+    positions. A row of a tree then does exactly the sums that a plain row at its position would do.
     """
     start, page_tokens, tail = group.base, group.page_tokens, None
     window = group.pattern.window

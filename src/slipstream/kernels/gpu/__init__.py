@@ -1,4 +1,4 @@
-"""Triton kernels and the Python code that launches them; nothing here is imported on a machine without a GPU."""
+"""Triton kernels and the Python code that launches them; running on a CPU imports nothing from here."""
 
 import os
 

@@ -42,7 +42,7 @@ def _block_rows(  # type: ignore[no-untyped-def]
 
 
 def block_rows_reference(rows: DeviceRows, anchors: Tensor, mask_token: int, window: int, page_tokens: int) -> None:
-    """`block_rows` in plain torch."""
+    """Does what `block_rows` does, in plain torch."""
     shape = rows.sequences, rows.each
     offsets = torch.arange(rows.each, device=anchors.device, dtype=torch.int32)
     positions = rows.base[:, None] + offsets

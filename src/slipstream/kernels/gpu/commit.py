@@ -1,4 +1,4 @@
-"""What is kept of a verified tree, on the device: the accepted path, and everything that has to move with it.
+"""Finds the accepted path of a verified tree on the device, and moves everything that belongs to the path.
 
 One launch finds the path, chooses the rows whose taps become draft context and their places, and advances the
 sequences. Another launch moves the kept keys and values to consecutive slots in all layers.
@@ -42,10 +42,10 @@ class CommitOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """The kept rows as draft context: `block` places per sequence, which is the longest possible path of a pair."""
+    """The kept rows as draft context; every sequence has `block` places, enough for the longest path of a draft."""
 
     block: int
-    gather: Tensor  # int32 [sequences * block]: the row of the step whose taps these are; row 0 if there is none
+    gather: Tensor  # int32 [sequences * block]: the row of the step whose taps these are; else its sequence's row 0
     positions: Tensor  # int32
     places: Tensor  # int32; in the scratch page if there is none
 
@@ -154,7 +154,8 @@ def _hold_kernel(  # type: ignore[no-untyped-def]
     slot = position % TURNS * tl.num_programs(1) + sequence
     column = piece * PIECE + tl.arange(0, PIECE)
     numbers = tl.load(taps + row.to(tl.int64) * WIDTH + column, mask=column < WIDTH)
-    # a row that is not kept may not be finite, so it is stored as zeros: the contents of every slot are written later
+    # Every slot becomes draft context later, also one that holds no kept row. Such a row may contain NaN or Inf, so
+    # zeros are stored in its place.
     numbers = tl.where(place == scratch_place, 0.0, numbers.to(tl.float32)).to(tl.bfloat16)
     tl.store(held_taps + slot.to(tl.int64) * WIDTH + column, numbers, mask=column < WIDTH)
     if piece == 0:
@@ -176,7 +177,7 @@ def hold(taps: Tensor, context: ContextRows, held: HeldTaps, scratch_place: int)
 
 
 def hold_reference(taps: Tensor, context: ContextRows, held: HeldTaps, scratch_place: int) -> None:
-    """`hold` in plain torch."""
+    """Does what `hold` does, in plain torch."""
     first = slice(None, None, context.block)
     rows, positions, places = context.gather[first].long(), context.positions[first], context.places[first]
     sequences = len(rows)
@@ -217,7 +218,7 @@ def accept_reference(
     chosen: Tensor, rows: DeviceRows, grown: Grown, anchors: Tensor, outcome: CommitOutcome, context: ContextRows,
     stored: Tensor, scratch_place: int,
 ) -> None:
-    """`accept` in plain Python."""
+    """Does what `accept` does, in plain Python."""
     outcome.path.fill_(-1)
     outcome.tokens.fill_(NO_BEST)
     context.places.fill_(scratch_place)
@@ -248,7 +249,7 @@ def accept_reference(
 
 
 def compact_reference(keys: Tensor, values: Tensor, rows: DeviceRows, outcome: CommitOutcome) -> None:
-    """`compact` in plain torch."""
+    """Does what `compact` does, in plain torch."""
     page_tokens = keys.shape[3]
     for sequence, taken in enumerate(outcome.taken.tolist()):
         first = sequence * rows.each

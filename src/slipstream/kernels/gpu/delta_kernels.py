@@ -1,5 +1,4 @@
-"""Triton kernels before and after the walk through gated delta nets: its plan, the rows' inputs, and the output gate.
-"""
+"""Triton kernels around the walk of delta_walk.py: they plan it, prepare the rows' inputs, and gate its output."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def mix_kernel(  # type: ignore[no-untyped-def]
     depth = tl.load(positions + row) - tl.load(base + sequence) if TREE else own
     slot = tl.load(source + sequence).to(tl.int64)
     if OVERLAP:
-        gdc_wait()  # the rows' places and positions were known before the kernel that is still running
+        gdc_wait()  # the kernel that may still run writes none of what was loaded above
         gdc_launch_dependents()
     if place < scratch_place:
         window = windows + (slot * LAYERS + layer) * ((TAPS - 1) * CHANNELS)
@@ -139,7 +138,7 @@ def gate_kernel(  # type: ignore[no-untyped-def]
     counts = d * 0 + tl.load(places + row) < scratch_place
     scale = tl.load(weight + d, mask=inside, other=0.0)
     if OVERLAP:
-        gdc_wait()  # the rows' places were known before the kernel that is still running
+        gdc_wait()  # the kernel that may still run writes none of what was loaded above
         gdc_launch_dependents()
     at = (row * VALUE_HEADS + head) * VALUE_DIM + d
     read = fresh(reads + at, inside & counts)

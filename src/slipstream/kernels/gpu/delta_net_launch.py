@@ -21,7 +21,7 @@ from slipstream.kernels.gpu.device_rows import LEAST_ROWS, DeviceRows
 from slipstream.kernels.gpu.paged_attention import can_overlap
 
 COLUMNS = 4  # columns of a state per warp; the number determines the order in which products with keys are summed
-WARPS = 2  # warps of a program, which share the loads of a row; 48 heads of 128 columns give a multiprocessor about six
+WARPS = 2  # of a program, which share a row's loads; 48 heads of 128 columns give a multiprocessor about six programs
 MOST_SHELVES = 4  # states that a walk through a tree can keep in registers
 EARLY_ROWS = 16  # with more rows, early programs of the next launch would take resources from those at work
 
@@ -133,7 +133,7 @@ def mix(
 ) -> None:
     """Computes a layer's convolution, norms and gates and writes them into the log.
 
-    inputs bf16 [rows, channels] and gates bf16 [rows, 2 * value heads]; their rows need not be contiguous.
+    `inputs` are bf16 [rows, channels], `gates` are bf16 [rows, 2 * value heads]; their rows need not be contiguous.
     """
     shape, log = states.shape, states.log
     keys, values, write, left, kept = log.of(layer)
@@ -169,8 +169,9 @@ def recur(rows: DeviceRows, states: DeviceStates, layer: int) -> None:
 def most_shelves(rows: int) -> int:
     """Returns how many states a walk through a tree of `rows` rows keeps at most, if the largest branch comes last.
 
-    A branch that is not the last has at least two rows. If a state is kept within it, it has at least one row more than
-    twice as many as that inner branch needs; at least as many rows come after it.
+    A state is kept for a branch of two rows or more that is not the last one. A later branch has at least as many rows,
+    so both need twice the rows of the first. A branch in which another state is kept has its own first row and, after
+    it, twice the rows of that inner branch.
     """
     shelves, least = 0, 2
     while 2 * least <= rows:
@@ -181,7 +182,10 @@ def most_shelves(rows: int) -> int:
 def gate(
     gates: Tensor, weight: Tensor, eps: float, rows: DeviceRows, states: DeviceStates, out: Tensor
 ) -> None:
-    """out bf16 [padded rows, value heads * value dim] = what rows have read, normed per head, times silu(gates)."""
+    """Norms what rows have read, per head, and multiplies it by silu(gates).
+
+    out is bf16 [padded rows, value heads * value dim].
+    """
     shape, overlap = states.shape, can_overlap(out.device)
     delta_kernels.gate_kernel[(shape.value_heads, out.shape[0])](
         states.log.reads, gates, gates.stride(0), weight, rows.places, out, eps, states.scratch_place,

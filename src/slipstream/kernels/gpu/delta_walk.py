@@ -18,7 +18,10 @@ ROW = tl.constexpr(255)
 LAST = tl.constexpr(256)  # no row continues this one, so the state need not be updated
 KEEP = tl.constexpr(512)  # the state before this row is needed again and is kept on a shelf
 BACK = tl.constexpr(1024)  # the step continues from a kept state
-SHELF = tl.constexpr(2048)  # times the index of the shelf for KEEP and BACK
+SHELF = tl.constexpr(2048)  # times the index of the shelf that KEEP and BACK use
+# SHAPE, which `_tiles` of delta_net_launch.py makes, has ten sizes: 0 key heads, 1 value heads, 2 key dim, 3 value dim,
+# 4 turns, 5 warps, 6 lanes, 7 columns of a warp, and the number of the window's channels that a program moves: 8 padded
+# to a power of two, 9 not padded.
 
 
 @triton.jit
@@ -226,7 +229,7 @@ def recur_kernel(  # type: ignore[no-untyped-def]
     state = tl.load(at, mask=inside & (tl.zeros(at.shape, tl.int32) < count), other=0.0)
     first = sequence * EACH
     if OVERLAP:
-        gdc_wait()  # the states were written before the kernel that is still running
+        gdc_wait()  # the kernel that may still run writes none of what was loaded above
         gdc_launch_dependents()
     if count > 0:
         _follow(

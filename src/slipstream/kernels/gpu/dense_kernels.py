@@ -41,7 +41,7 @@ def dense_sums(weight_rows, x_rows, x_known, inputs, first, last, DEPTH: tl.cons
                SOME: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """Sums [outputs, rows] over the steps from `first` to `last`, with the weights as the M side of every dot.
 
-    Outputs and rows are given by their start addresses. With SOME, rows that are not known count as zeros and are not
+    Outputs and rows are given by their start addresses. With SOME, rows outside `x_known` count as zeros and are not
     read.
     """
     within = tl.arange(0, DEPTH)

@@ -68,8 +68,8 @@ def add_norm(
 ) -> None:
     """Computes residual += delta (+ bias) and out = rms_norm(residual) * weight; the new residual also goes to `tap`.
 
-    residual fp32 [rows, width], delta and out bf16, weight fp32; tap is a bf16 view whose rows need not be contiguous.
-    delta may also be a product in parts, fp32 [parts, rows, width].
+    residual is fp32 [rows, width], delta and out are bf16, weight is fp32; tap is a bf16 view whose rows need not be
+    contiguous. delta may also be a product in parts, fp32 [parts, rows, width].
     """
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
@@ -149,7 +149,7 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     vectors, biases = qkv + row.to(tl.int64) * ROW + parts * DIM, bias + parts * DIM
     position, place = tl.load(positions + row), tl.load(places + row)
     if EARLY:
-        gdc_wait()  # the rows' positions and places were known before the kernel that is still running
+        gdc_wait()  # the kernel that may still run writes none of what was loaded above
         gdc_launch_dependents()
     if first < HEADS:
         x = _heads(vectors, biases, q_norm, eps, cos, sin, position, DIM, BLOCK, True, HAS_BIAS, HAS_NORM)
@@ -171,9 +171,10 @@ def rotary_write(
     """Norms and rotates the heads of qkv bf16 [rows, (heads + 2 kv heads) * dim]; stores keys and values at their
     places.
 
-    queries bf16 [rows, heads, dim]; keys and values are one layer's pools [pages, kv heads, page tokens, dim]. Either
-    both norms are given or none. If qkv has no values, the keys before their norm are the values; if it has queries
-    only, nothing is stored. `norm_values` norms the values too, without weights. Rows of qkv need not be contiguous.
+    queries are bf16 [rows, heads, dim]; keys and values are one layer's pools [pages, kv heads, page tokens, dim].
+    Either both norms are given or none. If qkv has no values, the keys before their norm are the values; if it has
+    queries only, nothing is stored. `norm_values` norms the values too, without weights. Rows of qkv need not be
+    contiguous.
     """
     rows, heads, dim = queries.shape
     kv_heads, page, parts = keys.shape[1], keys.shape[2], qkv.shape[1] // dim
@@ -236,8 +237,8 @@ def context_write(
 ) -> None:
     """Stores the draft context of all layers.
 
-    projected bf16 [rows, layers * 2 * kv heads * dim], k_norms fp32 [layers, dim]; keys and values are the draft pools
-    [layers, pages, kv heads, page tokens, dim].
+    projected is bf16 [rows, layers * 2 * kv heads * dim], k_norms are fp32 [layers, dim]; keys and values are the draft
+    pools [layers, pages, kv heads, page tokens, dim].
     """
     layers, _, kv_heads, page, dim = keys.shape
     together = _together(kv_heads)

@@ -160,7 +160,7 @@ def store_pairs(out_ptr, sums, pair, known, part, outputs, TILE: tl.constexpr, G
         gate, up = tl.split(tl.permute(tl.reshape(sums, (2, TILE // 2, PAIRS)), (1, 2, 0)))
         if GATE == GATED_BY_SILU:
             numbers = gate * tl.sigmoid(gate) * up
-        else:
+        else:  # the GELU with a tanh: 0.5 * (1 + tanh(u)) is the sigmoid of 2 u
             numbers = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
         width = outputs // 2
     output = part * size + tl.arange(0, size)
@@ -213,7 +213,7 @@ def quant_experts_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_
                          OFFSETS: tl.constexpr, SHARING: tl.constexpr, GATE: tl.constexpr, TILE: tl.constexpr,
                          UNROLL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, ALONE: tl.constexpr,
                          EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """Does the same with block-quantised weights; an expert's outputs are a multiple of the packing's tile."""
+    """Does what `dense_experts_kernel` does with quantised blocks; an expert's outputs fill tiles of the packing."""
     part = tl.program_id(0)
     if EARLY:
         gdc_wait()

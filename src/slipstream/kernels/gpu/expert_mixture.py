@@ -195,8 +195,9 @@ def score_reference(matrix: GpuMatrix, rows: Tensor, out: Tensor) -> None:
 def route(
     logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, places: Tensor, scratch_place: int, out: Routing
 ) -> None:
-    """Chooses and groups by logits fp32 [parts, rows or more, experts + 1 if the shared expert is gated].
+    """Chooses each row's experts by their logits, and groups the pairs by expert.
 
+    logits are fp32 [parts, rows or more, experts + 1 if the shared expert is gated].
     `bias` affects the choice only, `expert_scale` the shares only. A row whose place is not before `scratch_place`
     chooses nothing.
     """
@@ -244,7 +245,7 @@ def route_reference(
 def expert_gate_up(stack: ExpertStack, rows: Tensor, routing: Routing, gate: Gate, out: Tensor) -> None:
     """Computes out[pair] = gate(first half) * second half of the answer of the pair's expert to its row.
 
-    rows bf16 [rows, inputs], out bf16 [pairs, outputs / 2].
+    rows are bf16 [rows, inputs], out is bf16 [pairs, outputs / 2].
     """
     _multiply(stack, rows, routing, routing.rule.ranks, gate, out)
 
@@ -256,7 +257,9 @@ def expert_gate_up_reference(stack: ExpertStack, rows: Tensor, routing: Routing,
 
 
 def expert_down(stack: ExpertStack, inner: Tensor, routing: Routing, out: Tensor) -> None:
-    """Computes out[pair] = the answer of the pair's expert to inner[pair]: bf16 [pairs, inputs], fp32 [pairs, outputs].
+    """Computes out[pair], the answer of the pair's expert to inner[pair].
+
+    inner is bf16 [pairs, inputs], out is fp32 [pairs, outputs].
     """
     _multiply(stack, inner, routing, 1, None, out)
 

@@ -1,9 +1,9 @@
-"""Where min-p, top-k and top-p cut a row of logits: the smallest logit / temperature that they keep.
+"""Finds where min-p, top-k and top-p cut a row of logits: the smallest logit / temperature that they keep.
 
-There are three launches, which end at once for a row without filters. The first computes, stretch by stretch, the mass
-above each of some cuts, which are values of the row itself. The second gathers the numbers between the two cuts that
-enclose the answer. The third searches among them. If a row's list is too long, mostly because of equal numbers, the
-whole row is searched.
+A row's numbers are its logits / temperature, and their mass is the sum of their exponentials. There are three launches,
+which end at once for a row without filters. The first takes some numbers of the row as cuts and computes, stretch by
+stretch, the mass above each. The second gathers in a list the numbers between the two cuts that enclose the answer. The
+third searches this list, or the whole row if the list is too long, which mostly means that many numbers are equal.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weights_from(source, size, divisor, least, peak, by_mass, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns how many numbers of a list are at least each of eight `least`, or their mass relative to the peak."""
+    """Returns, for each of eight `least`, how many numbers of a list reach it, or their mass relative to the peak."""
     total = tl.zeros((BLOCK, 8), tl.float32)
     for start in range(0, size, BLOCK):
         place = start + tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
-"""The corrections of a drafter's heads for every candidate after every candidate of the slot before, as device tables.
+"""Computes on the device how a drafter's heads score every candidate after every candidate of the slot before.
 
-Only heads that look one token back have such tables; a head that depends on the whole path has none.
+Only heads that look one token back can be computed like this; a head that depends on the whole path runs on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST_HEAT = tl.constexpr(LEAST_TEMPERATURE)
 
 @dataclass(frozen=True, slots=True)
 class CorrectionGate:
-    """A gate of a head, opened by the hidden row, through which the previous token's row passes."""
+    """A gate of a head: it multiplies the previous token's row by a sigmoid of that row and of the hidden row."""
 
     inner: Tensor  # fp32 [rank, rank]
     of_hidden: Tensor  # fp32 [rank, hidden]
@@ -144,7 +144,7 @@ def score_heads(
     lines = max(_LEAST_DOT, triton.next_power_of_2(count))
     tokens = candidates, candidates.stride(0), candidates.stride(1), anchors
     nothing = hidden
-    # a rank of 0 gives zeros
+    # without tables the rank is 0, and the kernel stores corrections of 0
     rank = weights.before.shape[1] if weights.before is not None else 0
     given = _gated(weights, weights.gate, hidden, candidates, anchors) if weights.gate is not None else nothing
     weighed = nothing if weights.weigh is None else hidden.float() @ weights.weigh.t()
@@ -167,7 +167,7 @@ def score_heads(
 def score_heads_reference(
     weights: HeadWeights, hidden: Tensor, candidates: Tensor, anchors: Tensor, temperature: Tensor, out: HeadScores
 ) -> None:
-    """`score_heads` in plain torch."""
+    """Does what `score_heads` does, in plain torch."""
     previous = _previous_tokens(candidates, anchors)
     if weights.before is None or weights.after is None:
         out.corrections.zero_()

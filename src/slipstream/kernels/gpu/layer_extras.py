@@ -68,9 +68,10 @@ def join_norm(
 ) -> None:
     """Computes residual = (residual + rms_norm(delta + bias) * norm) * scale and out = rms_norm(residual) * weights.
 
-    residual fp32 [rows, width]; delta, beside and out bf16; norms fp32. If there is a second delta `beside`, both are
-    first normed with their line of `beside_norms` [2, width] and added. Several lines of `weights` [outs, width] give
-    several outs [outs, rows, width]; without weights, out is the residual itself. The new residual also goes to `tap`.
+    residual is fp32 [rows, width]; delta, beside and out are bf16, norms are fp32. If there is a second delta `beside`,
+    both are first normed with their line of `beside_norms` [2, width] and added. Several lines of `weights`
+    [outs, width] give several outs [outs, rows, width]; without weights, out is the residual itself. The new residual
+    also goes to `tap`.
     """
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
@@ -119,7 +120,7 @@ def norm_parts(x: Tensor, weights: Tensor, eps: float, out: Tensor) -> None:
     """Computes out = rms_norm of every part of x [rows, parts, width], each with its line of `weights` fp32 [parts,
     width].
 
-    x fp32 or bf16, out bf16 of the same shape; rows and parts of both may have any stride.
+    x is fp32 or bf16, out is bf16 of the same shape; rows and parts of both may have any stride.
     """
     rows, parts, width = x.shape
     block = triton.next_power_of_2(width)
@@ -160,7 +161,7 @@ def gate_mul(values: Tensor, gate: Tensor, bias: Tensor | None, out: Tensor, kin
     """Computes out = values * f(gate + bias); f is a sigmoid, a softplus or the GELU with a tanh.
 
     values [rows, width] and gate [rows, gates] are bf16 or fp32 with any row stride; each gate weighs the next
-    width / gates values. out bf16 [rows, width].
+    width / gates values. out is bf16 [rows, width].
     """
     rows, width = values.shape
     _gate_mul_kernel[(triton.cdiv(width, _BLOCK), rows)](
@@ -201,7 +202,7 @@ def _convolve_kernel(  # type: ignore[no-untyped-def]
 def convolve(
     x: Tensor, bias: Tensor | None, dynamic: Tensor, base: Tensor, leaving: bool, each: int, out: Tensor
 ) -> None:
-    """Convolves x + bias, bf16 [rows, width], causally over the rows of every block of `each`; every row has a kernel.
+    """Convolves x + bias, bf16 [rows, width], causally within blocks of `each` rows; each row has its own kernel.
 
     A kernel is the sum of its part of base fp32 [2, taps, width] and of dynamic bf16 [rows, 2 * taps * groups], which
     the channels of a group share. The second half of both is for rows `leaving` a sublayer. out bf16 must not be x.
@@ -243,8 +244,7 @@ def _bend_kernel(logits, width, multiplier, cap, BLOCK: tl.constexpr, CAPPED: tl
 
 
 def bend(logits: Tensor, multiplier: float, cap: float) -> None:
-    """Multiplies fp32 logits [rows, vocabulary] in place and bends them into plus or minus `cap`; a cap of 0 does not.
-    """
+    """Multiplies fp32 logits [rows, vocabulary] in place and bends them into plus or minus `cap`; 0 means no cap."""
     rows, width = logits.shape
     _bend_kernel[(triton.cdiv(width, _LOGIT_BLOCK), rows)](
         logits, width, multiplier, cap, BLOCK=_LOGIT_BLOCK, CAPPED=cap > 0, num_warps=8

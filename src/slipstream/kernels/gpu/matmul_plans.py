@@ -14,7 +14,7 @@ ROW_COUNTS = (16, 32, 64)  # the padded row counts of a decoding step
 _MOST_SPLITS = 16  # the most programs that share the inputs of a tile
 _WANTED_BYTE_PROGRAMS = 256  # about two for each of 132 multiprocessors
 _WANTED_NIBBLE_PROGRAMS = 384  # about three for each multiprocessor
-_MULTIPROCESSORS = 132  # the number of an H200
+_MULTIPROCESSORS = 132  # how many an H200 has; launches of dense products depend on it, which affects speed only
 _WANTED_DENSE_PROGRAMS = 96  # enough for most of the multiprocessors; more would only add partial sums
 _LEAST_INPUTS = 256  # the fewest inputs of one program
 
@@ -112,7 +112,7 @@ def quant_launch(kind: BlockKind, tiles: int, split: int, rows: int) -> Launch:
 
 
 def expert_launch(kind: BlockKind | None, inputs: int, alone: bool) -> Launch:
-    """`alone` selects the launch for a single row, whose experts have few programs."""
+    """Returns the launch of a product with experts; `alone` asks for that of a single row, which has few programs."""
     if kind is None:
         return Launch(64, 4, max(2, min(_MOST_EXPERT_STAGES, inputs // (2 * _EXPERT_DEPTH))))
     if _few_turns(kind, inputs) and not alone:

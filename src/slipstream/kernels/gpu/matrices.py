@@ -84,7 +84,7 @@ class GpuMatrix(ABC):
         return out
 
     def in_parts(self, rows: Tensor) -> Tensor:
-        """Returns the product, or its fp32 parts [parts, n, out] if it is faster to let the reader add them up."""
+        """Returns the product, or its fp32 parts [parts, n, out] if the kernel that reads them adds them up faster."""
         return self(rows)
 
     @abstractmethod
@@ -280,7 +280,7 @@ def library_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def rows_agree(weight: Tensor, result_dtype: torch.dtype) -> bool:
-    """Whether cuBLAS gives 16 rows the same bits alone, among 32 and among 64, at any place."""
+    """Whether cuBLAS gives 16 rows the same bits alone, as the last of 32 and as the last of 64."""
     outputs, inputs = weight.shape
     generator = torch.Generator(weight.device).manual_seed(outputs * 31 + inputs)
     for _ in range(_PROBES):

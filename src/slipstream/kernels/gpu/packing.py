@@ -1,10 +1,11 @@
 """Quantised blocks of a GGUF file, repacked for the GPU into planes of codes and of scales that are read in whole
 lines.
 
-A word has sixteen bits. It holds the codes of one place in each of several neighbouring groups (planes), so that one
-shift and one mask of a tile of words give a group's codes in the layout of the matrix. Words are stored in tiles of 64
-outputs, one step (the groups of a word) after the other: [tiles, steps, 64, group]. Scales are bf16; their rounding,
-and that of a weight to bf16, change a weight by less than any block type does.
+A group is the inputs that share a scale. A word has sixteen bits and holds one code of each of several neighbouring
+groups, always of the same place in the group. Each of these groups is a plane of the words: one shift and one mask of a
+tile of words give its codes in the layout of the matrix. Words are stored in tiles of 64 outputs, one step (the groups
+of a word) after the other: [tiles, steps, 64, group]. Scales are rounded to bf16, and so are weights before they are
+multiplied. Both roundings change a weight by less than any block type does.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def _joined(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unit(scales: Tensor) -> float:
-    """Returns the power of two that brings the largest scale near the largest factor that codes allow."""
+    """Returns the power of two by which scales are divided, so that the largest one has the exponent _TOP_EXPONENT."""
     top = float(scales.abs().max())
     if not math.isfinite(top) or top == 0.0:
         return 1.0

@@ -37,7 +37,7 @@ DEEPEST_ROW = GROUP  # the largest depth of a tree's row whose path surely lies 
 LAST_LANES = 16  # rows times query heads of a kv head in a program of the second launch, as many as a warp multiplies
 PROGRAMS = 264  # programs of the first launch: two for each multiprocessor of an H200 run at the same time
 AT_ONCE = 16  # slots whose loads are in flight together when they are added up
-# needs another path, because the interpreter's bf16 dot is wrong
+# Under Triton's interpreter kernels multiply in fp32, because its dot of bf16 numbers is wrong.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -59,8 +59,9 @@ class AttentionScratch:
     def sized(
         cls, rows: DeviceRows, page_tokens: int, heads: int, width: int, device: torch.device
     ) -> AttentionScratch:
-        """Makes scratch for all layers of a model; `heads` and `width` are the most padded heads and numbers of a
-        layer.
+        """Makes scratch for all layers of a model.
+
+        `heads` is the largest number of padded heads of a layer, `width` the largest product of that and the head size.
         """
         # nothing is split if a sequence has more rows than a page has tokens
         slots = rows.rows * SLOTS if rows.each <= page_tokens else 0
@@ -92,7 +93,7 @@ class Tiling:
 
 
 def padded_heads(heads: int, kv_heads: int) -> int:
-    """Returns the number of query heads if every kv head had a power of two of them."""
+    """Returns the number of query heads after those of each kv head are padded to a power of two."""
     return kv_heads * triton.next_power_of_2(heads // kv_heads)
 
 
@@ -198,7 +199,7 @@ def paged_attention_reference(
     queries: Tensor, keys: Tensor, values: Tensor, rows: DeviceRows, scale: float, window: int, out: Tensor,
     scratch: AttentionScratch | None = None, precision: torch.dtype = torch.float32,
 ) -> None:
-    """Computes the same in torch, one sequence at a time, with all keys that a row sees in one sum."""
+    """Does in torch what `paged_attention` does, sequence by sequence, with all keys that a row sees in one sum."""
     _, heads, dim = queries.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     for sequence in range(rows.sequences):

@@ -57,7 +57,7 @@ def _pages_of_slot(  # type: ignore[no-untyped-def]
 def _slot_begin(  # type: ignore[no-untyped-def]
     sequence, kv_head, slot, EACH: tl.constexpr, KV_HEADS: tl.constexpr, SHARE_PADDED: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Returns where a slot's partial sums begin; those of all rows of a sequence are neighbours, as in a program."""
+    """Returns where a slot's partial sums begin; those of all rows of a sequence lie side by side."""
     return ((sequence * KV_HEADS + kv_head) * SLOTS + slot) * (EACH * SHARE_PADDED)
 
 

@@ -45,7 +45,7 @@ MINUS = tl.constexpr(0x80008000 - 2**32)  # the sign bits of two bf16
 
 @triton.jit
 def code_integers(words, high, PLANE: tl.constexpr, CRUMB: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns a plane's codes as int32."""
+    """Returns a plane's codes as int32; CRUMB is the place of their two high bits in a word of `high`."""
     codes = (words.to(tl.int32) >> (BITS * PLANE)) & ((1 << BITS) - 1)
     if HIGH:
         codes |= ((high.to(tl.int32) >> (2 * CRUMB)) & 3) << 4
@@ -124,7 +124,7 @@ def block_sums(words_ptr, high_ptr, scale_ptr, offset_ptr, output, x_rows, x_kno
                STAGES: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """Sums [outputs, rows] over the turns from `first` to `last`, with the weights as the M side of every dot.
 
-    Rows are given by their start addresses. With SOME, rows that are not known count as zeros and are not read.
+    Rows are given by their start addresses. With SOME, rows outside `x_known` count as zeros and are not read.
     """
     planes: tl.constexpr = 16 // BITS
     tile: tl.constexpr = output.shape[0]
@@ -210,7 +210,9 @@ def quant_matmul_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, x_ptr, out_p
 def expand_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, out_stride, start, outputs, inputs,  # type: ignore[no-untyped-def]
                   steps, unit, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
                   ZERO: tl.constexpr, OFFSETS: tl.constexpr, TILE: tl.constexpr, CHOSEN: tl.constexpr):  # fmt: skip
-    """Writes rows of the weight in the type of `out`: those from `start` on, or those in `ids`; two steps of TILE rows.
+    """Writes rows of the weight in the type of `out`: those from `start` on, or those in `ids`.
+
+    A program writes two steps of TILE rows.
     """
     local = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = local < outputs
@@ -238,7 +240,7 @@ def expand_kernel(words_ptr, high_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, 
             numbers = plane_numbers(
                 words, high, scales, offsets, plane, part * planes + plane, BITS, HIGH, ZERO, OFFSETS
             )
-            # rounded before the unit, a power of two, is applied, as in a product
+            # as in a product, numbers are rounded before they are multiplied by the unit, a power of two
             numbers = numbers.to(tl.bfloat16).to(tl.float32) * unit
             place = out_ptr + local.to(tl.int64)[:, None] * out_stride + k[None, :]
             tl.store(place, numbers.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (k < inputs)[None, :])

@@ -82,7 +82,7 @@ def match_text(
 def match_text_reference(
     stored: Tensor, rows: DeviceRows, wishes: Wishes, page_tokens: int, longest: int, draft: TextDraft
 ) -> None:
-    """`match_text` in plain Python."""
+    """Does what `match_text` does, in plain Python."""
     depth, steps = draft.tokens.shape[1], torch.arange(draft.tokens.shape[1])
     for sequence, last in enumerate(rows.base.tolist()):
         draft.counts[sequence] = 0

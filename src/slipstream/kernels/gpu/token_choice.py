@@ -1,4 +1,4 @@
-"""The target's token after every row and the candidates of every drafted slot, from logits that stay on the device.
+"""Finds the target's token after every row and the candidates of drafted slots, from logits that stay on the device.
 
 After the filters have found their floors (filters.py) there are two launches: the largest score of every group of
 tokens, and the best K tokens of a row, which can only be in the K best groups. A row's answer depends only on its
@@ -264,7 +264,7 @@ def top_candidates(
 def choose_reference(
     logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, out: Tensor, scratch: RankingScratch
 ) -> None:
-    """`choose` in plain torch."""
+    """Does what `choose` does, in plain torch."""
     sums, usable = reference_sums(logits, positions + 1, settings, each, noisy=settings.temperature > 0)
     ranked = sums.sort(dim=-1, descending=True, stable=True).indices[:, 0]
     out.copy_(torch.where(usable, ranked, NO_BEST))
@@ -274,7 +274,7 @@ def top_candidates_reference(
     logits: Tensor, positions: Tensor, settings: SamplingSettings, each: int, ahead: int, tokens: Tensor,
     scores: Tensor, scratch: RankingScratch,
 ) -> None:
-    """`top_candidates` in plain torch."""
+    """Does what `top_candidates` does, in plain torch."""
     count = scratch.count
     sums, usable = reference_sums(logits, positions + ahead, settings, each, noisy=settings.shared != 0)
     ranked = sums.sort(dim=-1, descending=True, stable=True)
@@ -289,7 +289,7 @@ def top_candidates_reference(
 def reference_sums(
     logits: Tensor, places: Tensor, settings: SamplingSettings, each: int, noisy: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns what is compared, in fp32, and which rows are usable; a row's token gets the position in `places`."""
+    """Returns the compared scores in fp32, and which rows are usable; a row's token gets the position in `places`."""
     sums, usable = logits.float().clone(), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     for row, place in enumerate(places.tolist()):
         sequence = row // each

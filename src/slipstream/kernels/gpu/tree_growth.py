@@ -34,7 +34,7 @@ CALIBRATION_WORDS = 128
 _WORDS = tl.constexpr(CALIBRATION_WORDS)
 _TAKEN_AS_THEY_ARE = bytes(8)  # the beginning of a line that leaves claims as they are
 
-# These stand in place of the number of a branch's candidates.
+# They stand for a branch's number of candidates if its scores have NaN or +Inf, or if its head gave NaN or Inf.
 _NOT_NUMBERS, _LOST_HEAD = -2, -1
 _NO_NUMBERS, _HEAD_LOST = tl.constexpr(_NOT_NUMBERS), tl.constexpr(_LOST_HEAD)
 _LAST = tl.constexpr(2**63 - 1)
@@ -283,7 +283,7 @@ def _grow(  # type: ignore[no-untyped-def]
         opened = children > 0
         child_worth = tl.load(worths + child * candidates, mask=opened, other=0.0)
         held = tl.sum(tl.where(row == chosen, survival, 0.0))
-        # a calibration need not be monotone, but a sibling of lower rank must not come first
+        # a calibration need not be monotone, but a less likely sibling must not come first
         sibling = tl.where(rank + 1 < siblings, tl.minimum(held * sibling_worth, reached), -1.0)
         own = reached * child_worth
         broken = broken | (children == _HEAD_LOST)
@@ -311,8 +311,8 @@ def _with_text(  # type: ignore[no-untyped-def]
     """Adds what the text offers after the part of it that the tree has already.
 
     Each further token takes a free row or the row of the last node, which is the least likely one and has no children,
-    if the token is more likely. Nodes that both have stay as they are. Returns the changed rows, and how many of them
-    came from the text.
+    if the token is more likely. Nodes that tree and text have in common stay as they are. Returns the changed rows, and
+    how many of them came from the text.
     """
     known, here, reached = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 1.0, tl.float64)
     offered = tl.load(tokens, mask=depth > 0, other=-1)

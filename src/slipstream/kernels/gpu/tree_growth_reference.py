@@ -1,4 +1,4 @@
-"""`grow` in plain torch and Python: the same branches, and a sorted list of open candidates instead of a vector."""
+"""Does what `grow` does, in plain torch and Python, with a sorted list of open candidates instead of a vector."""
 
 from __future__ import annotations
 

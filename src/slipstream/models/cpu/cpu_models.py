@@ -1,7 +1,8 @@
 """Targets and drafters as a CPU runs them: one compiled pass where every part has a kernel, layer by layer elsewhere.
 
-A model owns its passes, and hands itself to them where they need more of it than its layers. A reference back to the
-model would close a cycle, and the weights of an unloaded model would stay in memory until Python collects such cycles.
+A model owns its passes. Where a pass needs more of the model than its layers, the model is an argument of the call. A
+reference back to the model would close a cycle, and the weights of an unloaded model would stay in memory until Python
+collects such cycles.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class CpuStack:
         tap_layers: Sequence[int] = (),
         sides: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Hidden rows after the final norm, the taps side by side, and the wanted rows' logits under `head`.
+        """Returns hidden rows after the final norm, the taps side by side, and the wanted rows' logits under `head`.
 
-        `x` are the embeddings of the rows.
+        `x` has the embeddings of the rows.
         """
         if self._native is not None:
             (table,) = self._rotaries.values()  # compiled code takes layers only if all of them rotate alike
@@ -106,7 +107,7 @@ class CpuDrafter:
     def run(
         self, x: Tensor, batch: RowBatch, keys: Tensor, values: Tensor, wanted: Sequence[int], head: Matrix | None
     ) -> tuple[Tensor, Tensor]:
-        """All hidden rows of the blocks, and the wanted rows' logits; a block stands after its context in the pools."""
+        """Returns the blocks' hidden rows and wanted rows' logits; a block stands after its context in the pools."""
         if self._kv is None or self._kv[0] is not keys:
             self._kv = keys, list(zip(keys, values, strict=True))
         hidden, _, logits = self._stack.run(x, batch, self._kv[1], head, wanted)
@@ -122,7 +123,7 @@ def _context_rows(model: DFlashDrafter, taps: Tensor) -> Tensor:
 
 
 def _project(model: DFlashDrafter, context: Tensor) -> Tensor:
-    """Keys and values of all layers side by side."""
+    """Returns keys and values of all layers side by side."""
     if model.context_each is None:
         return model.context_kv(context)
     pairs = zip(model.input_norms, model.context_each, strict=True)

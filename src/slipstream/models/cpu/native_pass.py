@@ -132,9 +132,9 @@ class NativeStack:
         wanted: Sequence[int],
         tap_layers: Sequence[int],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Hidden rows after the norm, taps side by side, and under a `head` the logits of wanted rows.
+        """Returns hidden rows after the norm, taps side by side, and under a `head` the logits of wanted rows.
 
-        `embedded` becomes the residual stream; `rotary` are the whole tables by position.
+        `embedded` is overwritten, because it becomes the residual stream; `rotary` has the whole tables by position.
         """
         if self._kv is not kv:
             # Addresses are read once per set of pools. The set is kept with them, so that no other set can be
@@ -171,7 +171,7 @@ class NativeStack:
 
 
 def native_stack(shape: LayerShape, layers: Sequence[Layer], norm: Tensor) -> NativeStack | None:
-    """The layers as one native pass; None if some part of them has no compiled kernel and torch must compute it."""
+    """Makes one native pass of the layers; None if a part of them has no compiled kernel, so that torch computes it."""
     compiled = library()
     fits = shape.head_dim % LANES == 0 and shape.head_dim <= MAX_DIM and len(_patterns(layers)) <= MAX_PATTERNS
     if compiled is None or not fits or not all(_is_plain(layer, shape) for layer in layers):

@@ -1,7 +1,7 @@
-"""The mathematics of every part of a layer on a CPU, in torch calls around the matrices' own kernels.
+"""Computes every part of a layer on a CPU, in torch calls around the matrices' own kernels.
 
-A row's numbers must depend on that row alone, because speculative text has to equal plain text. Matrices and attention
-see to that themselves; activations of narrow tensors go through `row_by_row`.
+A row's numbers must depend on that row alone, because speculative text has to equal plain text. The kernels of matrices
+and attention are made for that; activations of narrow tensors go through `row_by_row`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": pa
 
 
 def run_layer(layer: Layer, x: Tensor, step: CpuPass) -> Tensor:
-    """Rows [n, hidden] through a layer; attention stores their keys and values in the pools on the way."""
+    """Runs rows [n, hidden] through a layer; attention stores their keys and values in the pools on the way."""
     for sublayer in layer.sublayers:
         x = x + _run_sublayer(sublayer, x, step)
     return x if layer.scalar == 1.0 else x * layer.scalar
@@ -85,7 +85,7 @@ def _attend(part: Attention, y: Tensor, step: CpuPass) -> Tensor:
 
 
 def _head_normed(part: Attention, product: Tensor, turning: int, eps: float) -> Tensor:
-    """The heads that a rotation turns (queries and, where the layer has them, keys), normed if the layer does that."""
+    """Returns the heads that a rotation turns: queries and, where the layer has them, keys, normed if it has norms."""
     if part.q_norm is None:
         return product[:, :turning]
     queries = rms_norm(product[:, : part.heads], part.q_norm, eps)
@@ -99,7 +99,7 @@ def unweighted_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def _gated(gate: HeadGate, mixed: Tensor, y: Tensor) -> Tensor:
-    """The result of attention, head by head or number by number, times a function of the rows that attention read."""
+    """Multiplies attention's result, per head or per number, by a function of the rows that attention read."""
     assert gate.matrix is not None, "on a CPU a gate has a matrix of its own"
     function = torch.sigmoid if gate.kind == "sigmoid" else F.softplus
     weight = row_by_row(function, biased(gate.matrix(y), gate.bias))
@@ -123,7 +123,7 @@ def feed(part: Mlp, y: Tensor) -> Tensor:
 
 
 def choose_experts(routed: RoutedExperts, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Experts [rows, active] from the best on, and the share of each in the row's answer."""
+    """Returns each row's experts [rows, active], best first, and the share of each in the row's answer."""
     shape = routed.shape
     logits = softcapped(routed.router(rows), shape.router_softcap)
     sigmoid = shape.scores == "sigmoid"
@@ -166,21 +166,21 @@ def _add_side(part: SideInput, x: Tensor, step: CpuPass) -> Tensor:
 
 
 def side_rows(sides: SideEmbeddings, x: Tensor, token_ids: Tensor, eps: float) -> Tensor:
-    """An embedding of every row for every layer [rows, layers, size]; `x` is the stream before the first layer."""
+    """Computes each row's embedding for each layer [rows, layers, size]; `x` is the stream before the first layer."""
     shape = (x.shape[0], sides.layers, sides.size)
     projected = rms_norm((sides.projection(x) * x.shape[-1] ** -0.5).view(shape), sides.norm, eps)
     return (projected + sides.embed(token_ids).view(shape)) * 2.0**-0.5
 
 
 def enter_convolution(convolution: BlockConvolution, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The part's rows after the first convolution, and the kernel of the second one."""
+    """Returns the rows after the convolution before a part, and the kernels of the convolution after it."""
     dynamic = convolution.projection(x).view(x.shape[0], 2, -1, convolution.base.shape[2], 1)
     kernels = convolution.base + dynamic
     return _convolve(x, kernels[:, 0], convolution.block_size), kernels[:, 1]
 
 
 def _convolve(x: Tensor, kernel: Tensor, block_size: int) -> Tensor:
-    """Rows [blocks * block size, hidden] with a kernel [rows, taps, groups, channels] for each row."""
+    """Convolves rows [blocks * block size, hidden], each with its line of `kernel` [rows, taps, groups, channels]."""
     blocks = x.view(-1, block_size, *kernel.shape[2:])
     kernel = kernel.view(blocks.shape[0], block_size, *kernel.shape[1:])
     mixed = kernel[:, :, 0] * blocks

@@ -49,7 +49,7 @@ class DeviceExperts:
         expert_scale: Tensor | None = None,
         extra: Tensor | None = None,
     ) -> Mixture:
-        """The experts' answers to rows; `extra` is the answer of a shared expert that stands apart.
+        """Returns the experts' answers to rows; `extra` is the answer of a shared expert that is stored separately.
 
         Shares are also multiplied by the `expert_scale` of their experts. The launch that adds up the answers sets the
         counts of the choice back to zero, so every mixture must be added up exactly once.
@@ -67,7 +67,7 @@ class DeviceExperts:
         return Mixture(answers, routing, extra, rows.places, scratch_place)
 
     def _answers(self, rows: Tensor, routing: Routing) -> Tensor:
-        """The answer of every pair's expert, in fp32."""
+        """Returns the answer of every pair's expert, in fp32."""
         pairs, kernels = routing.most_pairs, self._kernels
         inner = rows.new_empty(pairs, self._down.inputs)
         kernels.expert_gate_up(self._gate_up, rows, routing, self._gate, inner)
@@ -77,7 +77,7 @@ class DeviceExperts:
 
 
 class DeviceExpertBlock:
-    """Routed experts in the place of an MLP, and perhaps a shared expert that every row passes."""
+    """Routed experts in the place of an MLP, and perhaps a shared expert that every row goes through."""
 
     def __init__(self, kernels: GpuKernels, block: ExpertBlock) -> None:
         self._kernels = kernels
@@ -88,7 +88,7 @@ class DeviceExpertBlock:
         return self._experts(normed, normed, rows, scratch_place, extra=self._answer_of_shared(normed))
 
     def _answer_of_shared(self, normed: Tensor) -> Tensor | None:
-        """None: there is no shared expert, or it stands among the routed ones."""
+        """Returns the shared expert's answer; None if there is no shared expert, or if it is among the routed ones."""
         shared, kernels = self._shared, self._kernels
         if shared is None:
             return None

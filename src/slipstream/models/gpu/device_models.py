@@ -44,7 +44,7 @@ class GpuTarget:
     def run(
         self, rows: DeviceRows, pools: DevicePools, tap_layers: Sequence[int], states: DeviceStates | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden rows after the final norm, and the taps."""
+        """Returns hidden rows after the final norm, and the taps."""
         embed = device_embedding(self.decoder.embed)
         residual = embedded(self.kernels, embed, rows.tokens, embed.scale)
         sides = self._sides(residual, rows.tokens) if self._sides is not None else None
@@ -135,13 +135,13 @@ class GpuDrafter:
         self._kernels.block_rows(rows, anchors, self.drafter.config.mask_token_id, self._window, page_tokens)
 
     def run(self, rows: DeviceRows, keys: Tensor, values: Tensor) -> Tensor:
-        """Hidden rows of the blocks after the final norm."""
+        """Returns hidden rows of the blocks after the final norm."""
         residual = embedded(self._kernels, self._embed, rows.tokens, self._scale)
         pools = _DraftPools(list(zip(keys, values, strict=True)))
         return self._stack.run(residual, rows, pools)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the target's vocabulary, with the drafter's own multiplier and the softcap applied."""
+        """Returns logits over the target's vocabulary, with the drafter's multiplier and the softcap applied."""
         config, cap = self.drafter.config, self.drafter.softcap
         found = logits(self._kernels, self._head, hidden)
         if config.output_multiplier != 1.0 or cap > 0:
@@ -152,19 +152,19 @@ class GpuDrafter:
 
 
 def device_embedding(embed: object) -> GpuEmbedding:
-    """The embedding of a model whose weights are on a device."""
+    """Returns `embed`, which must be the embedding of a model whose weights are on a device."""
     assert isinstance(embed, GpuEmbedding), "the model's weights are not on a GPU"
     return embed
 
 
 def embedded(kernels: GpuKernels, embed: GpuEmbedding, tokens: Tensor, scale: float) -> Tensor:
-    """The tokens' rows in fp32, times `scale`."""
+    """Returns the tokens' rows in fp32, times `scale`."""
     rows = kernels.embed(embed.table, tokens)
     return rows if scale == 1.0 else rows.mul_(scale)
 
 
 def logits(kernels: GpuKernels, head: Matrix, hidden: Tensor) -> Tensor:
-    """Logits in fp32, because bf16 is too coarse to rank a vocabulary by."""
+    """Computes logits in fp32, because bf16 is too coarse to rank a vocabulary by."""
     out = torch.empty(hidden.shape[0], head.out_features, dtype=torch.float32, device=hidden.device)
     return kernels.multiply(head, hidden, out)
 
@@ -175,7 +175,7 @@ def rotary_pair(table: RotaryTable, positions: int, device: torch.device) -> Rot
 
 
 def device_heads(heads: DraftHeads, device: torch.device) -> HeadWeights | None:
-    """The heads as tables on a device; None if one of them depends on the whole path to a token."""
+    """Returns the heads as tables on a device; None if one of them depends on the whole path to a token."""
     corrector = heads.corrector
     trust = _trust(heads.trust, device) if heads.trust is not None else None
     if corrector is None:

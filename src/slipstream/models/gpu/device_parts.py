@@ -1,4 +1,4 @@
-"""The mathematics of every part of a layer on a GPU: launches that a graph can hold, between rows in bf16.
+"""Computes every part of a layer on a GPU, by launches that a graph can hold, from rows in bf16 to rows in bf16.
 
 A part reads rows that a norm has prepared and returns what is to be added to the stream. The stack adds it in the
 launch that norms the stream for the next part, so that the stream is read and written once per sublayer.
@@ -70,9 +70,9 @@ class DeviceSetting:
 class PartResult:
     """What a part adds to the stream: the answers of experts, or rows in bf16 and their bias.
 
-    Where the sublayer norms its result, there may be other rows beside these; each of both is normed by itself with its
-    line of `beside_norms`, and their sum is normed. Where it does not, the rows may be a product in parts, which the
-    next launch adds up.
+    If the sublayer norms its result, there may be a second result `beside`; `rows` and `beside` are then normed, each
+    with its line of `beside_norms`, and their sum is normed again. If it does not, the rows may be a product in parts,
+    which the next launch adds up.
     """
 
     rows: Tensor | Mixture
@@ -100,7 +100,7 @@ class DeviceSublayer:
 
 
 def device_layer(setting: DeviceSetting, layer: Layer) -> list[DeviceSublayer]:
-    """The sublayers of a layer as a GPU runs them."""
+    """Makes the sublayers of a layer as a GPU runs them."""
     last = len(layer.sublayers) - 1
     return [
         _device_sublayer(setting, sublayer, layer.scalar if index == last else 1.0)
@@ -109,7 +109,10 @@ def device_layer(setting: DeviceSetting, layer: Layer) -> list[DeviceSublayer]:
 
 
 def _device_sublayer(setting: DeviceSetting, sublayer: Sublayer, scale: float) -> DeviceSublayer:
-    """The launch that norms a result cannot add up a product in parts, and no other launch scales the stream."""
+    """Makes one sublayer, and refuses one that the launches cannot compute.
+
+    The launch that norms a result cannot add up a product in parts, and it is the only one that scales the stream.
+    """
     kernels, plain = setting.kernels, sublayer.convolution is None and sublayer.post_norm is None
     make = _PARTS.get(type(sublayer.part))
     if make is None or (scale != 1.0 and sublayer.post_norm is None):
@@ -183,11 +186,11 @@ class DeviceDeltaNet:
         self._last_product = last_product
 
     def __call__(self, normed: Tensor, step: DevicePass) -> PartResult:
-        """Rows that do not count come out as zeros."""
+        """Computes the part's result; padding rows reach the output matrix as zeros."""
         kernels, part, delta, rows, states = self._kernels, self._part, self._part.shape, step.rows, step.states
         assert states is not None, "the rows of a recurrent target come with their states"
         if part.state == 0:
-            kernels.delta.plan(rows, states)  # the first recurrent layer finds the way through the rows for all of them
+            kernels.delta.plan(rows, states)  # the first recurrent layer plans the walk for all of them
         sizes = [delta.channels, part.value_width, 2 * delta.value_heads]
         inputs, gate, gates = kernels.multiply(part.inputs, normed).split(sizes, dim=-1)
         kernels.delta.mix(inputs, gates, rows, self._rule, states, part.state)

@@ -1,4 +1,4 @@
-"""A stack of layers on a GPU: the same rows as on a CPU, through kernels that a graph can hold.
+"""Runs a stack of layers on a GPU, through kernels that a graph can hold.
 
 A pass allocates its intermediates as it goes; inside a captured graph they become the graph's own memory.
 """
@@ -53,7 +53,7 @@ class GpuStack:
         states: DeviceStates | None = None,
         sides: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden rows in bf16, and the tapped residuals side by side; the pass overwrites `residual`."""
+        """Returns normed hidden rows in bf16, and the tapped residuals side by side; the pass overwrites `residual`."""
         count, hidden = residual.shape
         taps = residual.new_empty(count, len(tap_layers) * hidden, dtype=torch.bfloat16) if tap_layers else None
         places = {layer: slice(i * hidden, (i + 1) * hidden) for i, layer in enumerate(tap_layers)}
@@ -123,7 +123,7 @@ class GpuContext:
         self.width = drafter.tap_width  # of all taps of a row together
 
     def write(self, taps: Tensor, positions: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Pools are [layers, pages, heads, page tokens, dim]; rows that do not count are stored in a scratch place."""
+        """Writes rows into pools [layers, pages, heads, page tokens, dim]; padding rows have the scratch place."""
         kernels, drafter = self._kernels, self._drafter
         if drafter.tap_norms is not None:
             parts = taps.view(taps.shape[0], *drafter.tap_norms.shape)
@@ -147,7 +147,7 @@ class GpuContext:
         )
 
     def _project(self, context: Tensor) -> Tensor:
-        """Keys and values of all layers side by side."""
+        """Returns keys and values of all layers side by side."""
         each = self._drafter.context_each
         if self._layer_norms is None or each is None:
             return self._kernels.multiply(self._drafter.context_kv, context)

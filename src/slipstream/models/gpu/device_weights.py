@@ -27,12 +27,15 @@ class GpuEmbedding:
 
 
 class GpuWeights(Weights):
-    """Loads tensor by tensor, so that the whole model is only ever in memory in its final format."""
+    """The tensors of one model on a GPU.
+
+    They are loaded one by one, so that the whole model is only ever in memory in its final format.
+    """
 
     joins_gates = True  # a launch of its own for a gate's few rows would take as long as one with many rows
 
     def __init__(self, scratch: Scratch, *given: Any, **options: Any) -> None:
-        """`given` and `options` are what `Weights` takes."""
+        """Passes `given` and `options` on to `Weights`."""
         super().__init__(*given, **options)
         self._scratch = scratch
         if self._parts is None:
@@ -55,7 +58,7 @@ class GpuWeights(Weights):
         return cast(Embedding, GpuEmbedding(table, rounded_scale(scale, source)))
 
     def experts(self, each: Sequence[Sequence[WeightTensor]]) -> Sequence[Matrix]:
-        """All experts in one stack, so that one launch serves all experts that rows have chosen."""
+        """Makes one stack of all experts, so that one launch serves all experts that rows have chosen."""
         sources = [source for expert in each for source in expert]
         make = partial(make_expert_stack, each, self._scratch.device, self.weight_format)
         stack = self.part("experts", sources, make)

@@ -18,9 +18,10 @@ from slipstream.types import MAX_SEED, MAX_TREE_ROWS, Constraint, Mode
 
 MAX_TOKENS = 2**31 - 1  # the largest 32-bit integer; token ids and lengths beyond it cannot exist
 MAX_STOPS = 64  # stop strings of one request; every token is compared with all of them
-MAX_ITEMS = 10_000  # of a list of messages, parts or calls; a validated item takes about a kilobyte
-# Unknown fields that validation sees. It is more than any list of fields that may be null, so that at least one field
-# is left to refuse.
+# Items in one list of messages, parts or calls. A validated item takes about 1 KB, so that one list takes about 10 MB
+# at most; a longer list is refused.
+MAX_ITEMS = 10_000
+# Unknown fields of one object that validation sees. Each becomes an error, and one error suffices to refuse the object.
 _SHOWN_UNKNOWN_FIELDS = 64
 _TREE_ROWS = 32  # rows of a tree if the request names mode tree without a budget
 
@@ -37,7 +38,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_unknown_fields(cls, value: Any) -> Any:
-        """Drops most of very many unknown fields: each would become an error, and one error is enough to refuse."""
+        """Drops null fields that are not offered, and all unknown fields but the first `_SHOWN_UNKNOWN_FIELDS`."""
         if not isinstance(value, dict):
             return value
         if cls.not_offered:
@@ -50,8 +51,8 @@ class Strict(BaseModel):
 
 
 Listed = TypeVar("Listed")
-# Every list of a body has one of these types. Its first wrong item ends the validation, because an error takes as
-# long as many valid items.
+# Every list of a body has one of these types. The first wrong item ends its validation, because making one error takes
+# as long as validating many items. `Many` also limits the length.
 Many = Annotated[list[Listed], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Several = Annotated[list[Listed], Field(fail_fast=True)]
 
@@ -107,7 +108,7 @@ class ObjectFormat(Strict):
 
 
 class JsonSchema(Strict):
-    """A JSON schema in a field `schema`, which pydantic has a method of the same name for."""
+    """A JSON schema in a field `schema`. The attribute has another name, because pydantic has a method `schema`."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
@@ -196,7 +197,7 @@ class CommonFields(Strict):
     def to_job(self, server: ServerSettings, settings: Mapping[str, object], **more: Any) -> Job:
         """The job of this request; settings that are None are left to the defaults of the model.
 
-        A subclass gives `settings` whose fields it names in its own way, and the fields of the job that no API shares.
+        The caller gives the `settings` that have another name in each API, and as `more` the other fields of the job.
         """
         for name in ("stream_options", "include_draft_info"):
             if getattr(self, name, None) and not self.stream:

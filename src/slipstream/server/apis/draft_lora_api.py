@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream.server.models")
 
-MAX_VARIANTS = 16  # of one model; each keeps the matrices that it adapts in memory, so that more could exhaust it
+# Variants that may be added to one drafter. Each keeps its own adapted matrices in memory, so that more could
+# exhaust it.
+MAX_VARIANTS = 16
 _BAD_ADAPTER = (SourceError, FormatError, ConfigError, PairError)
 _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _InQuery = Annotated[OptionalModel, Query()]
@@ -97,7 +99,7 @@ def adapter_source(folder: Path, body: AddRequest) -> str:
     try:
         path = (folder / body.path).resolve()
         lie_inside = path != folder and all(file.resolve().is_relative_to(folder) for file in (path, *_files_of(path)))
-    except (OSError, RuntimeError, ValueError):  # the name is too long or has a NUL, or links form a circle
+    except (OSError, RuntimeError, ValueError):  # the path is too long or has a NUL, or links form a circle
         lie_inside = False
     if not lie_inside:
         raise ApiError(
@@ -135,7 +137,7 @@ async def _add(state: ServerState, model: str, source: str, name: str | None) ->
 
 
 def _check_room(llm: LLM, name: str | None) -> None:
-    """Refuses before the merge what would be refused after it."""
+    """Refuses a model without a drafter, a taken name and a variant beyond `MAX_VARIANTS` before the slow merge."""
     known = llm.draft_variants
     if not known:
         raise ApiError(400, "this model has no drafter to adapt", "add it to another", param="model")
@@ -148,7 +150,7 @@ def _check_room(llm: LLM, name: str | None) -> None:
 async def _remove(state: ServerState, model: str, name: str) -> dict[str, object]:
     entry = state.router.find(model)
     if entry.resident is None and entry.loading is None:
-        # The model is not loaded for this: perhaps it cannot be, because of this very adapter.
+        # The model is not loaded for this, because this adapter may be what keeps it from being loaded.
         _check_removable(name, [BASE_VARIANT, *entry.adapters], entry.spec)
         del entry.adapters[name]
         entry.retry_at = 0.0

@@ -122,7 +122,7 @@ class _GenerationResponse(ABC, Generic[Body]):
 
     async def _news(self) -> AsyncGenerator[_News, None]:
         """Runs all jobs together and yields their news as it arrives; closing the generator cancels them."""
-        # The queue needs no limit, because every answer has one, and an engine must not wait for a slow reader.
+        # The queue needs no limit, because every answer's length has one. An engine must not wait for a slow client.
         queue: asyncio.Queue[_News | BaseException] = asyncio.Queue()
         async with _together([self._stream_one(index, job, queue) for index, job in enumerate(self.jobs)]):
             left = len(self.jobs)
@@ -145,7 +145,7 @@ class _GenerationResponse(ABC, Generic[Body]):
             queue.put_nowait(error)
 
     def _head(self, kind: str) -> dict[str, object]:
-        """The fields that all chunks of a response share."""
+        """The fields that a whole response and every chunk of a stream have."""
         return {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -223,7 +223,7 @@ class _CompletionResponse(_GenerationResponse[CompletionRequest]):
         answer, logprobs = running.answer, None
         if self.body.logprobs is not None:
             logprobs = shared.CompletionLogprobs(running.tokenizer).take(answer.tokens, answer.token_texts)
-        # Raw text is no conversation, so text that looks like reasoning is part of it.
+        # The model continues raw text here, so text that looks like reasoning belongs to the answer.
         return {"text": self._echo(index, running) + answer.reasoning + answer.content, "logprobs": logprobs}
 
     def partial_choice(self, news: _News) -> dict[str, object]:

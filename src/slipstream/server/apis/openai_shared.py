@@ -21,7 +21,7 @@ def caller(body: CommonFields) -> dict[str, object]:
 
 
 def usage(answers: Sequence[Answer], choices: int = 1) -> dict[str, object]:
-    """The token counts of a response; each prompt has as many answers in a row as `choices`, and it counts once."""
+    """The token counts of a response; each prompt has `choices` answers in a row, and its tokens count once."""
     prompts = [answer.stats for answer in answers[::choices]]
     prompt = sum(stats.prompt_tokens for stats in prompts)
     completion = sum(answer.stats.completion_tokens for answer in answers)

@@ -42,7 +42,7 @@ def routes(state: ServerState) -> APIRouter:
         numbers = count()
 
         def failed(error: ApiError) -> bytes:
-            """Ends a stream which could not begin, or which failed where no response object describes it."""
+            """The last event of a stream that could not begin, or whose failure no response object describes."""
             return _numbered(numbers, "error", {"code": error.code, "message": error.message, "param": error.param})
 
         return await sse.respond(request, _events(state, job, body, numbers), state.settings, failed)
@@ -166,7 +166,7 @@ class _Response:
 
 
 class _Item:
-    """One output item while it grows; its text is in its only content part, and the arguments of a call in none."""
+    """One output item while it grows. Text is in the item's only content part; a call has arguments and no parts."""
 
     def __init__(self, first: AnswerDelta, request_id: str, index: int) -> None:
         self.first = first

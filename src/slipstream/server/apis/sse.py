@@ -1,4 +1,4 @@
-"""Server-sent events: chunks as they come, comments during silence, and an end as soon as the reader leaves."""
+"""Server-sent events: chunks as they come, comments during silence, and an end as soon as the client disconnects."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ async def _abandon(pending: asyncio.Future[Any], chunks: Chunks) -> None:
 
 
 class _Stalled(Exception):
-    """The reader has not taken a chunk for too long."""
+    """The client has not read a chunk within `stall_s` seconds."""
 
 
 class _EventStream(Response):
-    """Sends chunks until they end or the reader is gone."""
+    """A response that sends chunks until they end or the client disconnects."""
 
     def __init__(
         self,
@@ -119,7 +119,8 @@ class _EventStream(Response):
                 await self._write(send, chunk)
                 self._next = asyncio.ensure_future(anext(self._chunks, None))
         except _Stalled:
-            # The stream ends here, because an unread one would hold its memory as long as the connection is open.
+            # The stream ends here, because it would otherwise hold its memory as long as a client that does not read
+            # stays connected.
             return
         except Exception as error:
             await self._write(send, self._on_error(as_api_error(error)))

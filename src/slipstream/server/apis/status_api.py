@@ -78,7 +78,7 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
     async def models() -> JSONResponse:
         listed = _model_objects(state)
         names = [str(model["id"]) for model in listed]
-        # Anthropic's clients read long lists in parts, by the last three fields.
+        # The last three fields are for Anthropic's clients, which use them to read a long list in parts.
         return JSONResponse(
             {
                 "object": "list",

@@ -68,7 +68,7 @@ Started = tuple[Job, GenerationRequest] | Exception  # what a start begins, or t
 
 
 class Asked(NamedTuple):
-    """One line of a client: its id if that could be read, its operation or its fault, and what a start begins."""
+    """One line of a client: its id if that could be read, its operation or the error in it, and what a start begins."""
 
     id: str | None
     operation: Operation | Exception
@@ -176,9 +176,10 @@ async def lines(reader: asyncio.StreamReader, limit: int) -> AsyncIterator[bytes
 
 
 class Outbox:
-    """Frames that wait for one reader. At `most` frames it is full, until only `most / 4` are left.
+    """The frames that wait until one client reads them.
 
-    While it is full, the reader's requests are held. A large frame counts as several.
+    The outbox becomes full at `most` frames and stays full until only `most / 4` are left. While it is full, the
+    client's requests are held. A large frame counts as several.
     """
 
     def __init__(self, most: int) -> None:

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from slipstream.server.serving.worker import EngineWorker, SlotInfo
 
 API = "socket"
-MAX_FRAMES = 256  # frames that wait for one reader before its requests are held; more would cost memory
+MAX_FRAMES = 256  # frames that wait for one client before its requests are held; a larger number would cost memory
 # Open requests on all connections together, paused ones included. Each keeps its prompt and its answer in memory.
 MAX_REQUESTS = 1024
 _LARGE_LINE_BYTES = 1 << 14  # longer lines are read in a thread, because a line of 4 MiB takes up to a second
-_LISTED_PER_FRAME = 4  # requests in an answer to `list` that weigh as much as an ordinary frame
+_LISTED_PER_FRAME = 4  # requests in an answer to `list` that count as one more frame in the outbox
 _UNLISTED = ("request_id", "draft_lora", "drafted", "accepted")  # fields of a slot that an answer to `list` lacks
 _BUFFER_BYTES = 1 << 16  # bytes that the transport buffers; beyond them, `drain` waits for the reader
 _FLUSH_S = 1.0  # seconds for the last frames of all connections when the server ends
-# How long tokens that an engine wrote before a pause may take to arrive here. With less, the frame of the pause could
-# overtake them.
+# Seconds that the tokens written before a pause get to arrive here. With fewer, the frame of the pause could be sent
+# before them.
 _SETTLE_S = 0.02
 _log = logging.getLogger("slipstream.server.socket")
 
@@ -100,11 +100,11 @@ class StreamSocket:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A listening socket that only its owner can reach; it replaces a socket file without a server."""
+    """A listening socket that only its owner can reach; it replaces a socket file on which no server listens."""
     _remove_stale(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(listening.fileno(), 0o600)  # set before the file exists, so that others can never open it
+        os.fchmod(listening.fileno(), 0o600)  # set before the file exists, so that other users can never open it
         listening.bind(str(path))
         path.chmod(0o600)
         listening.listen(128)
@@ -197,7 +197,7 @@ class _Run:
 
 
 class _Connection:
-    """One client: it reads operations, runs requests, and writes frames only as fast as the client reads them."""
+    """The connection of one client: it reads operations, runs requests, and writes frames as the client reads them."""
 
     def __init__(
         self,

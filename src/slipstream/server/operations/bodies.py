@@ -1,7 +1,7 @@
 """Bodies as JSON: they are bounded before they are parsed, parsed once, and passed on as values.
 
-The JSON parser holds the interpreter for the whole of its call, and a value takes many times the memory of its text:
-`{},` has three bytes and takes 72. Therefore the values of a body are counted on its bytes before it is parsed.
+While the JSON parser works, no other Python thread can run, and a value takes many times the memory of its text: `{},`
+has three bytes and takes 72. Therefore values are counted in the bytes of a body before it is parsed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from starlette.types import Message, Receive, Scope
 from slipstream.server.operations.errors_http import ApiError
 from slipstream.server.operations.server_state import MAX_JSON_DEPTH
 
-# Values in one body. A number or a short string takes up to 72 bytes and validation copies it once, so that all of them
-# stay below 64 MiB.
+# Values in one body. A number or a short string takes up to 72 bytes with its place in a list, and 8 more in the list
+# that validation makes, so that all values together stay below 64 MiB.
 MAX_JSON_VALUES = 1 << 19
 # Objects, lists and keys in one body. Each takes up to 250 bytes, and about 900 as a validated part of a message.
 MAX_JSON_STRUCTURE = 1 << 16
 # Larger bodies are parsed in a thread. Parsing this many bytes takes about a millisecond, which is what a thread costs.
 _LARGE_BYTES = 64 << 10
 _STRING = re.compile(rb'"[^"]*+"')
-# The pattern begins with its literal part, because the regular expression engine can search for that quickly.
+# Finds half of an escaped surrogate pair. The pattern begins with its literal part, because the regular expression
+# engine can search for that quickly.
 _HALF_PAIR = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL)
 _PARSED = "slipstream.body"  # the key of the parsed body in a request's scope
 _STAND_IN = b" "  # the body that the framework sees in place of a parsed one, whose bytes are dropped
@@ -59,7 +60,11 @@ def check_json(body: bytes) -> Any:
 
 
 def _check_amount(body: bytes) -> None:
-    """Refuses too many values. Marks in strings do not count; they are only sorted out if all marks are too many."""
+    """Refuses a body with too many values.
+
+    The commas, brackets and colons of the whole body are counted first. If these are too many, those outside of strings
+    are counted, which is slower.
+    """
     if _too_many(*_marks(body)) is None:
         return
     values = structure = 0
@@ -72,7 +77,7 @@ def _check_amount(body: bytes) -> None:
 
 
 def _marks(text: bytes) -> tuple[int, int]:
-    """How many commas there are (one per value but the first of its list), and how many marks of structure."""
+    """Counts commas (one before each value except the first of its list) and marks of objects, lists and keys."""
     return text.count(b","), text.count(b"{") + text.count(b"[") + text.count(b":")
 
 
@@ -83,7 +88,7 @@ def _too_many(values: int, structure: int) -> str | None:
 
 
 def outside_of_strings(body: bytes) -> Iterator[bytes]:
-    """The parts of a body outside of its strings; a quote that is left in a piece begins a string of the next piece."""
+    """The parts of a body outside of its strings, piece by piece; a string may go on in the next piece."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # every quote that is left begins or ends a string
     begun = b""
     for start in range(0, len(plain), _LARGE_BYTES):
@@ -103,7 +108,7 @@ def _finite(text: str) -> float:
 
 
 def _check_depth(value: object) -> None:
-    """Raises RecursionError for what the parser can still read and other code may not."""
+    """Raises RecursionError for a value that the parser can read, but that is too deep for code that walks it."""
     level: list[object] = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [
@@ -140,9 +145,9 @@ class ParsedRoute(APIRoute):
 async def hand_on(scope: Scope, receive: Receive, body: bytes, turn: asyncio.Lock) -> Receive:
     """Parses a body into the scope of its request, where `ParsedRequest` finds it.
 
-    Parsing and validating a body hold the interpreter, and streams must not wait for several bodies in a row. Large
-    bodies therefore take turns and are parsed in a thread. The task that releases `turn` validates its value at once,
-    so that the next body is parsed only after that.
+    While a body is parsed or validated, no stream goes on, and streams must not wait for several bodies in a row.
+    Large bodies are therefore parsed in a thread, one at a time. The task that releases `turn` goes on to validation
+    without waiting, so that the next large body is parsed only after that.
 
     The returned `receive` first gives a stand-in for the body, then the connection's messages, such as a disconnect.
     """

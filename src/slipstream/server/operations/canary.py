@@ -25,17 +25,17 @@ log = logging.getLogger("slipstream.server.canary")
 # When the canary warns. Only drafted steps count, because plain steps say nothing about a drafter.
 #
 # A shortfall is noticed in two ways. First, the moving average of acceptance must stay above a floor once there are
-# enough steps. Second, mode auto soon stops drafting with a drafter that is entirely broken, so evidence is also added
-# up token by token: how much likelier the observed tokens are if their chances had collapsed than if they were as
-# promised. One request adds a limited amount, so that one unusual text raises no alarm.
+# enough steps. Second, mode auto soon stops drafting with a drafter that is entirely broken, so that there may never be
+# enough steps. Evidence is therefore also added up token by token: how much likelier the outcomes are with a broken
+# drafter than with the promised one. One request adds a limited amount, so that one unusual text raises no alarm.
 _FLOOR = 0.7  # share of the promised acceptance below which the canary warns
 _RECOVERED = 0.8  # share that ends a warning; it is above the floor, so that warnings do not flicker
-_LEAST_STEPS = 200
+_LEAST_STEPS = 200  # drafted steps before the moving average can cause a warning
 _HALF_LIFE_STEPS = 300  # steps after which an observation counts half in the moving average
 _COLLAPSED_SHARE = 1 / 3  # share of the promised chance that a token of a broken drafter is assumed to have
 _EVIDENCE = 6.0  # log of the likelihood ratio at which the canary warns: a factor of e^6
-_REQUEST_EVIDENCE = 1.5
-_SAMPLED_SHARE = 0.75  # share of the promised chance, which is greedy, that is left at temperatures up to 1
+_REQUEST_EVIDENCE = 1.5  # the most that one request adds; a warning by evidence takes at least four requests
+_SAMPLED_SHARE = 0.75  # share of the promised chance, which was measured greedily, that is left at temperatures up to 1
 
 CanaryState = Literal["no promise", "learning", "ok", "warning"]
 
@@ -48,7 +48,7 @@ class Promise:
     proposals: int
 
     def survival(self, prompt_class: str | None) -> float:
-        """The chance that one more drafted token is accepted at which whole chains give the promised tau.
+        """Returns the constant chance per drafted token with which full chains would reach the promised tau.
 
         A request of no class, or of a class without a promise, is compared with the lowest promise, so that unknown
         traffic raises no false alarm.
@@ -67,7 +67,7 @@ class CanaryReport:
     """The canary's verdict on a model; both taus count drafted steps only, with the depths that were drafted."""
 
     state: CanaryState
-    ratio: float | None = None  # accepted tokens over the tokens that the promise makes due
+    ratio: float | None = None  # accepted tokens divided by the tokens that are due
     live_tau: float | None = None
     due_tau: float | None = None
     drafted_steps: int = 0
@@ -78,10 +78,12 @@ class CanaryReport:
 
 
 class Canary:
-    """One pair's moving average of accepted tokens over the tokens that are due.
+    """Watches one pair: a moving average of the accepted tokens, divided by the tokens that are due.
 
-    How many tokens are due depends on the depth of each draft: a chain of three cannot keep seven tokens, and mode auto
-    drafts few tokens where it expects few to be accepted. Trees keep more than chains, so they only raise the ratio.
+    The tokens that are due are those that would be accepted if the drafter kept its promise. Their number depends on
+    the depth of each draft: of a chain of three, no more than three tokens can be accepted, and mode auto drafts few
+    tokens where it expects few to be accepted. More tokens of a tree are accepted than of a chain, so trees only raise
+    the ratio.
     """
 
     def __init__(self, promise: Promise) -> None:
@@ -93,7 +95,7 @@ class Canary:
 
     def observe(self, stats: RequestStats, prompt_class: str | None = None, sampled: bool = False) -> None:
         """Takes in a finished request."""
-        # Drafts that were not finite were never verified; each counts as one lost token.
+        # Drafts with NaN or Inf were never verified; each counts as one rejected token.
         verified, kept_at = stats.drafter_verified_at, stats.drafter_accepted_at
         steps = sum(verified[:1]) + stats.bad_drafts
         chance = self.promise.survival(prompt_class) * (_SAMPLED_SHARE if sampled else 1.0)
@@ -207,7 +209,10 @@ def is_telling(request: Request) -> bool:
 
 
 def _lost(stats: RequestStats) -> int:
-    """Tokens of the drafter that the target rejected: at most one per step, the first after the accepted ones."""
+    """How many tokens of the drafter were rejected: at most one per step, the first after the accepted ones.
+
+    A draft with NaN or Inf counts as one.
+    """
     verified, accepted = stats.drafter_verified_at, stats.drafter_accepted_at
     reached = [*verified[:1], *map(min, verified[1:], accepted)]
     return sum(reached) - sum(accepted) + stats.bad_drafts

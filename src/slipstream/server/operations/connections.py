@@ -19,7 +19,8 @@ from slipstream.server.operations.errors_http import ApiError, openai_body
 # Seconds for a request's header, from its first byte or from the beginning of the connection. With a longer time,
 # clients that send nothing hold connections longer.
 HEADER_S = 10.0
-MAX_CONNECTIONS = 4096  # far more than the lines of all models hold; each takes about 20 KB
+# Connections of one server. By default, 1024 requests can wait for each model; a connection takes about 20 KB.
+MAX_CONNECTIONS = 4096
 # File descriptors that are not for connections: models, recordings and sockets need them, and so do connections that
 # are accepted before the oldest one is closed.
 RESERVED_FILES = 256
@@ -70,7 +71,7 @@ class Door:
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's connection, with a place among the waiting ones and with time limits for headers and readers."""
+    """A connection of uvicorn that `Door` can close while it waits; it limits the time for headers and for reading."""
 
     def __init__(self, *args: Any, door: Door, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -100,7 +101,8 @@ class GuardedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._expect_reader()  # it closes once everything is sent, so a client that reads nothing would keep it
+            # The connection closes once everything is sent, so that a client that reads nothing would keep it open.
+            self._expect_reader()
         elif self._is_waiting():
             self._door.waiting[self] = None
 

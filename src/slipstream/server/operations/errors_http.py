@@ -86,7 +86,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client has disconnected, so that its answer has no reader."""
+    """The client has disconnected, so that nothing can read the answer."""
 
 
 def refuse(field: str, why: str = "is not supported", hint: str = "leave it out") -> ApiError:
@@ -135,7 +135,10 @@ def _openai_kind(status: int) -> str:
 
 
 def _from_validation(errors: Sequence[Any], body: Any) -> ApiError:
-    """The deepest validation error of the first wrong field; errors of a union's other branches would confuse."""
+    """The deepest validation error of the first wrong field.
+
+    A union has errors for each of its branches; the deepest is taken to be about the branch that the client meant.
+    """
     if not errors:
         return ApiError(400, "the request is not valid")
     found = [(_field_path(error, body), error) for error in errors[:_READ_ERRORS]]

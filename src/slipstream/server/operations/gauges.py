@@ -1,4 +1,4 @@
-"""The metrics that are read at the moment of asking: running and waiting requests, and the states of models."""
+"""The metrics that are computed when Prometheus asks: open requests, pages, states of models, and the canaries."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _engine_metrics(router: ModelRouter) -> Iterator[Metric]:
         yielded = sum(slot.phase == "yielded" for slot in seen.slots)
         running = len(seen.slots) - paused - yielded
         values = running, seen.waiting + yielded, paused, seen.pages_used, seen.pages_total
-        # While a model is being replaced, two residents have its name.
+        # While a model is being replaced, two residents have its name, so their values are added up.
         for total, value in zip(totals.values(), values, strict=True):
             total[resident.name] += value
     for name, text in about.items():

@@ -22,7 +22,8 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 # How much of a refused body is still read, and for how long. A client that is cut off while it sends may never read why
 # it was refused; reading without a limit would let a client occupy the connection.
 _DISCARD_BYTES, _DISCARD_S = 16 << 20, 5.0
-# Bodies up to this size are never refused because of other bodies, for they take no more memory than their connections.
+# Bodies up to this size are never refused because of other bodies. uvicorn buffers as much for any connection, so that
+# such a body takes no more memory than its connection may take anyway.
 _SMALL_BYTES = 64 << 10
 # Bytes of larger bodies that may arrive together: 16 bodies of the default limit. A parsed body takes up to 20 times
 # its size, so that a larger value could exhaust the memory.
@@ -90,7 +91,8 @@ class Gatekeeper:
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Refuses web pages of other sites whose host name was made to resolve to this machine; CORS cannot see these.
 
-        Such a name has a dot. Therefore an address is accepted, and on a public server also a name without a dot.
+        This server's own names always pass. A server that listens beyond this machine also accepts addresses and names
+        without a dot, because a name that another site can make resolve to it has a dot.
         """
         settings = self._state.settings
         if not settings.checks_pages or "*" in settings.allowed_hosts:
@@ -109,7 +111,10 @@ class Gatekeeper:
             )
 
     def _check_origin(self, method: str, headers: dict[bytes, bytes]) -> None:
-        """Refuses what pages of other sites can send without a preflight, even if they cannot read the answer."""
+        """Refuses requests that pages of other sites can send without a preflight.
+
+        Such a request takes effect even if the page cannot read the answer.
+        """
         settings = self._state.settings
         origin = headers.get(b"origin", b"").decode("ascii", "replace").lower()
         if not settings.checks_pages or {origin, "*"} & {known.lower() for known in settings.cors_origins}:
@@ -243,7 +248,10 @@ def _is_address(host: str) -> bool:
 
 
 def _check_framing(headers: dict[bytes, bytes]) -> None:
-    """Refuses two statements about a body's end: a proxy that believes the other one could pass a hidden request."""
+    """Refuses two statements about a body's end.
+
+    A proxy that follows the other statement could take a second request for a part of the body and pass it on unseen.
+    """
     if b"content-length" in headers and b"transfer-encoding" in headers:
         raise ApiError(
             400,
@@ -255,7 +263,7 @@ def _check_framing(headers: dict[bytes, bytes]) -> None:
 
 
 def _check_content_type(headers: dict[bytes, bytes]) -> None:
-    # Without a preflight, web pages of other origins can only send other content types, so this refuses them too.
+    # Without a preflight, web pages of other origins can only send other content types, so this check refuses them too.
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
         raise ApiError(

@@ -28,7 +28,7 @@ _line: ContextVar[dict[str, object] | None] = ContextVar("slipstream_request_lin
 # Monitoring asks for these paths all the time, so their lines are written at a lower level.
 _QUIET = ("/health", "/metrics", "/slots", "/favicon.ico")
 _SHOWN_PATH = 200  # characters of a path in the log; a client could otherwise fill the disk with long paths
-_KEPT_MESSAGES = 100  # different messages that `Rarely` remembers; a library has fewer
+_KEPT_MESSAGES = 100  # different messages that `Rarely` remembers; a library has fewer; at more, it forgets all of them
 
 
 def log_config(style: LogFormat) -> dict[str, Any]:
@@ -50,9 +50,9 @@ def log_config(style: LogFormat) -> dict[str, Any]:
 
 
 class Rarely(logging.Filter):
-    """Lets the same message of a library pass once per interval, with the number of those left out before.
+    """Lets the same message of a library pass once per interval, with the number of times it was left out before.
 
-    Clients decide how often a connection fails, and must not be able to fill the disk that way.
+    Clients can make connections fail as often as they want, and must not be able to fill the disk that way.
     """
 
     def __init__(self, interval_s: float = 10.0) -> None:
@@ -132,7 +132,10 @@ def note(**fields: object) -> None:
 
 
 def note_answer(job: Job, answer: Answer, with_text: bool = False) -> None:
-    """Adds a generation's numbers to the log line; those of several choices (n > 1) add up. Text is optional."""
+    """Adds a generation's numbers to the log line; those of several choices (n > 1) are added up.
+
+    `with_text` also adds the prompt and the answer.
+    """
     line = _line.get()
     if line is None:
         return

@@ -122,7 +122,7 @@ class Metrics:
             self._count("policy_choices", count, model, rounded_choice(choice))
 
     def forget_variant(self, model: str, name: str) -> None:
-        """Removes the series of a draft variant that was removed, because series without an end would pile up."""
+        """Removes the series of a draft variant that was removed, because such series would otherwise pile up."""
         for counter in ("drafted_steps", "drafted_tokens", "accepted_tokens"):
             with suppress(KeyError):
                 self._counters[counter].remove(model, name)

@@ -188,7 +188,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def entry(job: Job, answer: Answer, request_id: str, time: datetime) -> dict[str, object]:
-    """One line: the question, the answer and how many drafted tokens were accepted."""
+    """One line of a recording: the prompt, the answer, the settings, and how many drafted tokens were accepted."""
     stats = answer.stats
     asked: dict[str, object] = (
         {"messages": job.written_messages}

@@ -21,7 +21,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_JSON_DEPTH = 128  # levels of nesting in a body; deeper values could overflow the stack of code that walks them
 MAX_CHOICES = 64  # answers to one HTTP request, of all its prompts together; each is a request of the engine
 RETRY_AFTER_S = 5  # for requests refused while the server drains, and for /health while it is not ready
-MIN_BODY_BYTES_PER_S = 64 << 10  # half a megabit per second; a slower client would hold memory that others need
+MIN_BODY_BYTES_PER_S = 64 << 10  # half a megabit per second; a slower body would hold memory that other bodies need
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class ServerSettings:
 
     @property
     def checks_pages(self) -> bool:
-        """Returns whether Host and Origin are checked to refuse web pages of other sites.
+        """Whether Host and Origin are checked to refuse web pages of other sites.
 
-        On a public server with keys, the keys suffice.
+        They are not checked if the server listens beyond this machine and has keys, because such pages have no key.
         """
         return self.is_local or not self.api_keys
 
@@ -125,10 +125,10 @@ def parse_binary_size(text: str) -> int:
 
 @dataclass(slots=True)
 class ServerState:
-    """One server.
+    """The parts of one server that its APIs share.
 
-    Its `phase` is loading until each model with `preload` is loaded or has failed, and draining once the server is to
-    end.
+    `phase` is "loading" until each model with `preload` is loaded or has failed, and "draining" once the server was
+    asked to end.
     """
 
     settings: ServerSettings

@@ -35,7 +35,7 @@ async def answering(state: ServerState, job: Job, api: str) -> AsyncIterator[Gen
         raise DeadlineError("the request's time was up before its model was loaded", "allow more time") from None
     try:
         _check(job, lease.llm, _LENGTH_FIELDS.get(api, "max_tokens"))
-    except ApiError:
+    except BaseException:
         lease.release()
         raise
     if job.deadline_s is not None:
@@ -75,9 +75,9 @@ def _check(job: Job, llm: LLM, field: str) -> None:
 
 
 def report(state: ServerState, api: str, job: Job, generation: Generation) -> None:
-    """Tells metrics, canary, log and recorder about an ended generation, also one that failed or was cancelled.
+    """Reports an ended generation to metrics, canary, log and recorder, also one that failed or was cancelled.
 
-    It must run in a task of the HTTP request, because the request's log line is a context variable of that task.
+    It must run in a task of the request, because the request's log line is a context variable.
     """
     answer = generation.answer
     state.metrics.answered(answer, api)

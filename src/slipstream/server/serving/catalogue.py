@@ -24,7 +24,7 @@ class Catalogue:
 
     def __init__(self, specs: Sequence[ModelSpec]) -> None:
         self.budget: int | None = None
-        self.leaving: list[Resident] = []  # no name leads to these; each is unloaded when its last request ends
+        self.leaving: list[Resident] = []  # no new request gets these; each is unloaded when its last request ends
         self._entries: dict[str, Entry] = {}
         self._turns = itertools.count(1)
         for spec in specs:
@@ -71,7 +71,7 @@ class Catalogue:
         return [entry.resident for entry in self if entry.resident is not None] + self.leaving
 
     def residents(self) -> list[Resident]:
-        """Every model that is at work, also one that has lost its name and only finishes its requests."""
+        """Every model in memory that is not being unloaded, also one without a name that only finishes its requests."""
         return [resident for resident in self.in_memory() if not resident.unloading]
 
     def idle(self) -> list[Entry]:
@@ -106,6 +106,6 @@ class Catalogue:
         )
 
     def quiet(self, entry: Entry) -> bool:
-        """Whether only the load of this entry changes the process's memory; the thread that loads it asks."""
+        """Whether only the load of this entry changes the process's memory; the thread of the load calls it."""
         others = [other for other in self if other is not entry]
         return not self.leaving and not any(other.busy or other.reserved for other in others)

@@ -76,7 +76,7 @@ class Generation:
         self.failure: SlipstreamError | None = None  # why the answer ended with an error
         plain = request.mode.kind == "plain"
         self.answer = Answer(lease.name, str(request.mode), None if plain else llm.draft_label)
-        self._lease: Lease | None = lease  # None once the answer is over: readers must not keep a model loaded
+        self._lease: Lease | None = lease  # None once the answer is over: an unread answer must not keep a model loaded
         self._loop = asyncio.get_running_loop()
         self._deltas: deque[AnswerDelta] = deque()
         self._news = asyncio.Event()
@@ -116,7 +116,7 @@ class Generation:
         await self._news.wait()
 
     async def finish(self) -> Answer:
-        """Waits for the end and returns the whole answer; one that is not complete raises the reason."""
+        """Waits for the end and returns the whole answer; raises the reason if the answer is not complete."""
         async for _ in self:
             pass
         self.raise_failure()
@@ -136,7 +136,7 @@ class Generation:
             )
 
     async def aclose(self) -> None:
-        """Cancels the request if it still runs, and waits until the engine has ended it."""
+        """Cancels the request if it still runs, and waits for its last event, for `LAST_EVENT_WAIT_S` at most."""
         if self.over:
             return
         self._stop("cancelled")

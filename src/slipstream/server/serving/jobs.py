@@ -1,4 +1,7 @@
-"""The server's own nouns: every API is translated into jobs and from answers, which have no API's field names."""
+"""The server's own types: each API turns its requests into jobs and answers into its responses.
+
+Neither jobs nor answers use the field names of an API.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class NoResidentModelError(SlipstreamError):
 
 
 class ModelFailedError(SlipstreamError):
-    """The model could not be loaded; the message says why."""
+    """The model could not be loaded, or did not stay in memory; the message says why."""
 
 
 class NoMemoryNowError(BusyError):
@@ -57,7 +57,7 @@ class ModelInfo:
     users: int
     memory_bytes: int  # 0 if the model is not in memory
     progress: str = ""  # what a load is doing; empty at other times
-    reason: str = ""  # why the load failed; empty in other states
+    reason: str = ""  # why the model failed; empty in other states
     warning: str = ""
     draft_variants: tuple[str, ...] = ()  # the names that requests may give as `draft_lora`
     adapters: Mapping[str, str] = field(default_factory=dict)  # the source of each adapter by the name of its variant
@@ -77,11 +77,11 @@ class Entry:
     progress: str = ""
     reason: str = ""
     hint: str = ""
-    retry_at: float = 0.0
+    retry_at: float = 0.0  # monotonic time until which the reason of a failed load is repeated
     last_used_ms: int = 0
-    last_turn: int = 0
+    last_turn: int = 0  # rises with every use of any model, so that it orders the models by their last use
     was_loaded: bool = False
-    adapters: dict[str, str] = field(init=False)  # the spec's, with those added or removed over HTTP since
+    adapters: dict[str, str] = field(init=False)  # those of the spec, changed by what clients added and removed since
 
     def __post_init__(self) -> None:
         self.adapters = self.spec.adapters
@@ -97,7 +97,7 @@ class Lease(AbstractAsyncContextManager["Lease"]):
     def __init__(self, entry: Entry, resident: Resident, give_back: Callable[[Entry, Resident], None]) -> None:
         self.name = entry.spec.name
         self.spec = entry.spec
-        self.adapters = entry.adapters  # later loads use changes to it too, unless the entry gets another spec
+        self.adapters = entry.adapters  # the entry's own dict: a change to it also holds for later loads of this spec
         self._entry = entry
         self._resident = resident
         self._give_back = give_back

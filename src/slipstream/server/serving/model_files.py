@@ -124,7 +124,7 @@ class ModelSpec:
         return self.mode_with(self.draft_in_effect is not None)
 
     def mode_with(self, speculates: bool) -> str:
-        """The mode of a request that names no mode, if the loaded model speculates or if it does not."""
+        """The mode of a request that names no mode; `speculates` says whether the model can draft at all."""
         if self.defaults.get("mode"):
             return str(self.defaults["mode"])
         if not speculates:

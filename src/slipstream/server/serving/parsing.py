@@ -16,7 +16,8 @@ from slipstream.grammar.notations import CALL_CLOSE, CALL_OPEN
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _SPACE = " \t\r\n"
-# A call in the usual form, up to its arguments. Nothing is tried twice, so that the time is linear in the length.
+# A call in the usual form, up to its arguments. The repetitions never go back (`*+`), so that the time is linear in the
+# length of the text.
 _HEADER = re.compile(
     f"[{_SPACE}]*+".join(("", "{", '"name"', ":", r'("(?:[^"\\]|\\.)*+")', ",", '"arguments"', ":", "(?={)")), re.DOTALL
 )
@@ -189,7 +190,7 @@ class Splitter:
 
 
 class _ArgumentScanner:
-    """Finds the end of a JSON object that arrives in pieces; with brackets that do not match, it ends at the tag."""
+    """Finds the end of a JSON object that arrives in pieces; if brackets do not match, it is the call's closing tag."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -229,7 +230,7 @@ def _settled(text: str, tag: str) -> str:
 
 
 def _loads(text: str) -> Any:
-    """A JSON value; None if the text is none, or is nested too deeply."""
+    """The value of a JSON text; None if the text is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Limits how many characters are being prepared at the same time, and chooses the threads that prepare them.
+"""Prepares texts in threads, and limits how many characters are being prepared at the same time.
 
 Rendering, tokenising and compiling a grammar take time and memory before a request enters its engine's queue. The
 limit of that queue does not bound this work, so it has a limit of its own.
@@ -33,7 +33,8 @@ class Preparation:
     async def run(self, chars: int, work: Callable[..., T], *arguments: object) -> T:
         """Does `work` on a text of `chars` characters in another thread.
 
-        It refuses the text if that and the texts in preparation exceed `MAX_CHARS`; a text alone is always admitted.
+        It refuses the text if this text and those in preparation together exceed `MAX_CHARS`; a text that is alone is
+        always admitted.
         """
         if self.count and self._chars + chars > MAX_CHARS:
             many = f"{self.count} texts of {self._chars} characters"
@@ -76,7 +77,7 @@ def prompt_chars(job: Job) -> int:
 def _chars(value: object) -> int:
     """Returns the characters in all strings of a body's value; other values count one.
 
-    Nothing is copied, and the depth of bodies is limited.
+    It calls itself for each level, which is safe because `MAX_JSON_DEPTH` limits the depth of bodies.
     """
     if isinstance(value, str):
         return len(value)

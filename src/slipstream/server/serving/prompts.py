@@ -20,8 +20,8 @@ from slipstream.text.chat_template import render
 from slipstream.text.tokenizer import Tokenizer, TooLongError
 from slipstream.types import Constraint
 
-# The longest run of characters without the end of a word or line. Tokenising it takes up to 75 MB, less than 20 bodies
-# of 4 MiB; without a limit, one body could take many times as much.
+# The longest run of characters without the end of a word or line. Tokenising it takes up to 75 MB, less than 20 times
+# the size of a body of 4 MiB; without a limit, one body could take many times as much.
 MAX_PIECE_CHARS = 1 << 18
 # JSON values in the arguments of all past calls together. A parsed value takes up to 25 times the memory of its text;
 # beyond this number, arguments are shown to the model as they were written.
@@ -87,7 +87,10 @@ def _too_long(llm: LLM, tokens: str) -> RequestError:
 
 
 def _is_shown(message: JsonObject) -> bool:
-    """Whether every template shows this message in full, except spaces around it; old reasoning may be left out."""
+    """Whether every template shows this message in full, except for spaces around it.
+
+    Only messages of the user count, because a template may leave out others in part, such as old reasoning.
+    """
     return message.get("role") == "user" and isinstance(message.get("content"), str)
 
 
@@ -101,7 +104,7 @@ def count_tokens(llm: LLM, job: Job) -> int:
 
 
 def check_pieces(tokenizer: Tokenizer, text: str) -> None:
-    """Refuses a text that would take too much memory to tokenise; it is for texts that no context limits."""
+    """Refuses a text that would take too much memory to tokenise; it is for texts that may be longer than a context."""
     longest = tokenizer.longest_piece(text)
     if longest > MAX_PIECE_CHARS:
         raise RequestError(
@@ -158,7 +161,7 @@ def _described(tool: Tool) -> dict[str, Any]:
 
 
 def _argument_values(messages: Sequence[JsonObject]) -> int:
-    """An upper bound on the values in the arguments that are JSON texts in strings of the body, over all calls."""
+    """About how many values the arguments of all calls have; only arguments that arrived as JSON text count."""
     functions = (call.get("function", call) for message in messages for call in message.get("tool_calls") or ())
     texts = (function.get("arguments") for function in functions)
     return sum(text.count(",") + text.count("{") + text.count("[") for text in texts if isinstance(text, str))
@@ -207,7 +210,7 @@ def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def _call_as_text(call: JsonObject) -> str:
     text = io.StringIO()
-    json.dump(call["function"], text, ensure_ascii=False)  # `dumps` would take twice the memory for many arguments
+    json.dump(call["function"], text, ensure_ascii=False)  # for many arguments, `dumps` would take twice the memory
     return f"{CALL_OPEN}\n{text.getvalue()}\n{CALL_CLOSE}"
 
 

@@ -39,7 +39,7 @@ class Resident:
 
     spec: ModelSpec
     llm: LLM
-    running: EngineWorker | None  # None once unloaded: a reference to this object then keeps no engine alive
+    running: EngineWorker | None  # None once unloaded, so that a reference to this object keeps no engine alive
     files: tuple[Path, ...]
     memory_bytes: int  # weights (the larger of measured and estimated) and the whole page pool
     preparation: Preparation = field(default_factory=Preparation)
@@ -66,7 +66,7 @@ class Resident:
         if worker is not None:
             if worker.stop(_STOP_S):
                 self.llm.close()
-            else:  # closing it would take the weights away under the step
+            else:  # closing it would free weights that the step still reads
                 log.error("model '%s' is still in a step after %.0f s; its memory is not returned", self.name, _STOP_S)
             del worker
         give_memory_back()
@@ -75,7 +75,7 @@ class Resident:
 def plan_load(spec: ModelSpec, budget: int | None, progress: Progress) -> tuple[ModelSpec, Footprint]:
     """Finds or downloads the files and estimates their memory; a page pool without a fixed size is fitted to a budget.
 
-    The spec that is returned has the size of the pool.
+    With a budget, the spec that is returned has the size of the pool.
     """
     from slipstream.engine.memory_estimate import footprint
 
@@ -159,7 +159,7 @@ def in_mib(size: int) -> str:
 async def in_thread(work: Callable[..., T], *arguments: object) -> T:
     """Runs blocking work in a daemon thread of its own.
 
-    A thread of a pool would keep the process from ending while a download hangs, and other work could not use it.
+    While a download hangs, a pool's thread would keep the process from ending and would be missing for other work.
     """
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # the work goes on even if its caller is cancelled

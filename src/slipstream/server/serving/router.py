@@ -37,7 +37,8 @@ T = TypeVar("T")
 # A model may be replaced or its engine may end while a request waits for it. After three loads the request is refused,
 # because otherwise it could wait for ever.
 _LOAD_ATTEMPTS = 3
-# How long a load sleeps before it looks again at a model that is being unloaded; longer only delays the load.
+# A load whose waiting time is over looks at least this often whether a model was unloaded. A longer time would only
+# delay the load.
 _UNLOADING_POLL_S = 1.0
 
 
@@ -47,7 +48,8 @@ class ModelRouter:
     `memory_budget` bounds weights and page pools of all resident models together (None: the machine's free memory
     decides). `idle_s` is how long a model stays in memory without requests (0: for ever). Both default to what the
     models file says. `room_wait_s` is how long a load waits for memory that working models hold, and `retry_s` how long
-    the reason of a failed load is repeated before the router tries again.
+    the reason of a failed load is repeated before the router tries again. Every `tick_s` it looks for idle models and
+    for engines that have ended. All times are in seconds.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class ModelRouter:
         return [describe_entry(entry) for entry in self._catalogue]
 
     def residents(self) -> list[Resident]:
-        """Every model that is at work, also one that has lost its name and only finishes its requests."""
+        """Every model in memory that is not being unloaded, also one without a name that only finishes its requests."""
         return self._catalogue.residents()
 
     def find(self, name: str) -> Entry:
@@ -323,7 +325,10 @@ class ModelRouter:
             self._notify()
 
     def _change_spec(self, entry: Entry, spec: ModelSpec) -> None:
-        """Takes over a changed spec: new defaults hold from the next request on; a new pair or engine is loaded."""
+        """Takes over a changed spec: new defaults hold from the next request on.
+
+        If the spec needs another engine, the old model is given to no further request, and the next one loads the new.
+        """
         same = entry.spec.loads_like(spec)
         entry.spec = spec
         if same:

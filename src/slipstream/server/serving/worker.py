@@ -63,7 +63,7 @@ class _Open:
     generated: int = 0
     epoch: int = 0  # rises with every pause; a call that resumes the request must name the current one
     paused: bool = False
-    held: bool = False  # its reader is slow; clients do not see this as a pause and need not resume it
+    held: bool = False  # its client reads too slowly; this is not a pause, so the client need not resume the request
     pause_at: int | None = None
     on_pause: PauseSink | None = None
 
@@ -99,7 +99,7 @@ class EngineWorker:
         self.thread.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queues a request; one that could never run, or finds no room, is refused in the caller's thread."""
+        """Queues a request; raises in the caller's thread if the request could never run or finds no room."""
         self._require_alive()
         self._engine.check(request)
         with self._wake:
@@ -117,7 +117,7 @@ class EngineWorker:
         """
         with self._wake:
             self._require_alive()
-            # Requests between two turns count too; otherwise a full line could grow without end.
+            # Requests that wait for their next turn count too; otherwise a full line could grow without end.
             waiting, limit = self._arriving + self._line.waiting, self._config.max_waiting
             # Paused requests stand in no line, but each keeps its prompt and its answer in memory.
             opened = len(self._open) + preparing
@@ -128,7 +128,7 @@ class EngineWorker:
             else:
                 return
             low, high = _RETRY_LIMITS_S
-            # Half of the line has probably ended by then; clients that came back sooner would find it as long.
+            # By then, about half of the line has probably got a slot; a client that comes sooner may be refused again.
             raise BusyError(said, retry_after_s=min(high, max(low, self._end_interval_s * waiting / 2)))
 
     def cancel(self, request_id: str, epoch: int | None = None) -> bool:
@@ -144,7 +144,7 @@ class EngineWorker:
             return True
 
     def pause_at(self, request_id: str, tokens: int, on_pause: PauseSink) -> None:
-        """Pauses a request after the step in which the number of its tokens reaches `tokens`, which frees its slot.
+        """Pauses a request after the step in which it reaches `tokens` tokens; the pause frees its slot.
 
         The request keeps its pages until other requests cannot start without them. `on_pause` is called on the engine's
         thread, after the sink has got that step's event.
@@ -155,7 +155,7 @@ class EngineWorker:
             self._tell(partial(self._pause_if_due, request_id, known))
 
     def resume(self, request_id: str, epoch: int) -> None:
-        """Resumes a paused request; its text is the same as without the pause."""
+        """Resumes a paused request; if the engine is exact, its text is the same as without the pause."""
         with self._wake:
             known = self._known(request_id, epoch)
             if not known.paused:
@@ -164,7 +164,7 @@ class EngineWorker:
             self._tell(partial(self._follow, request_id, known))
 
     def hold(self, request_id: str, held: bool) -> None:
-        """Keeps a request out of the steps while its reader is slow; the epoch does not change."""
+        """Keeps a request out of the steps while its client reads too slowly; the epoch does not change."""
         with self._wake:
             known = self._open.get(request_id)
             if known is not None and known.held != held:
@@ -176,7 +176,7 @@ class EngineWorker:
         return request_id in self._open
 
     def snapshot(self) -> WorkerSnapshot:
-        """How far every request is. It does not wait for a step, so that its numbers may be one step apart."""
+        """How far every request is. It does not wait for a step to end, so its numbers may come from two steps."""
         now, seen, slots = time.monotonic(), self._engine.snapshot(), []
         for sequence in seen.sequences:
             known = self._open.get(sequence.request_id)
@@ -256,7 +256,7 @@ class EngineWorker:
                 for event in events:
                     self._deliver(event)
             failure = None
-        except BaseException as error:  # open requests must hear of anything that ends this thread
+        except BaseException as error:  # whatever ends this thread, open requests must get an error
             failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             _log.error("the engine of '%s' failed", self.name, exc_info=error)
         finally:
@@ -336,7 +336,7 @@ class EngineWorker:
         self._last_end = now
 
     def _end(self, failure: str | None) -> None:
-        """Ends every open request and question with the reason for which the thread ended."""
+        """Ends every open request and question with an error that says why the thread ended."""
         with self._wake:
             self.failure = failure
             self._stopping = True
