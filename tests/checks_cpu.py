@@ -99,11 +99,11 @@ def _product_floor(cost: RowCost) -> str:
 
 
 def judge_watch(watch: Watch) -> tuple[str, bool]:
-    """Whether the waiting side and all other processes were idle, and how much of a core each kept busy."""
-    shares = {"ours": watch.share("ours"), NAME: watch.share(NAME), "others": watch.others()}
-    text = ", ".join(f"{side}: {'unknown' if math.isnan(share) else f'{share:.2%}'}" for side, share in shares.items())
-    ok = not any(share > (QUIET_CORES if side == "others" else 0.02) for side, share in shares.items())
-    return f"of a core, in turns that were not theirs: {text}", ok
+    """Whether the engine that waits and all other processes were idle, and how much of a core each kept busy."""
+    shares = {"slipstream": watch.share("ours"), NAME: watch.share(NAME), "other processes": watch.others()}
+    text = ", ".join(f"{side} {'unknown' if math.isnan(share) else f'{share:.2%}'}" for side, share in shares.items())
+    ok = not any(share > (QUIET_CORES if side == "other processes" else 0.02) for side, share in shares.items())
+    return f"share of a core that was busy outside the engine's own turns: {text}", ok
 
 
 @cache

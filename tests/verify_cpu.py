@@ -25,7 +25,7 @@ TEMPERATURES = (0.0, 0.8)
 QUALITY_TOKENS = 20_000
 QUALITY_FORMATS: tuple[WeightFormat, ...] = ("int4", "int8")
 SIDES = {rival.NAME: "rival"}  # the name of a side of the race in the values of a row
-QUIET = "the side that waits sleeps, and no other process works"
+QUIET = "an engine that waits for its turn is idle, and so are all other processes"
 # SLIPSTREAM_RIVAL names a llama-server that was built for this machine; it is then raced instead of the package.
 PROGRAM = os.environ.get("SLIPSTREAM_RIVAL", rival.PACKAGE)
 Section = Callable[[Report], None]

@@ -103,7 +103,10 @@ CPU_SPEED = (
         "16 rows",
     ),
     Line(
-        "No other process ran during the race", "cpu_speed", "others used {others_share:.2%} of a core", "waits sleeps"
+        "No other process ran during the race",
+        "cpu_speed",
+        "others used {others_share:.2%} of a core",
+        "waits for its turn",
     ),
     Line("A useless drafter is given up within 64 tokens", "adversarial", "{share:.1%} of later steps", "given up"),
     Line(

@@ -68,6 +68,17 @@ def test_a_whole_folder_passes(folder: Path, name: str) -> None:
     assert failures(check_file(folder / name)) == []
 
 
+def test_tensors_are_listed_in_the_order_of_a_layer(folder: Path) -> None:
+    """Converted files have this order; with another one, the same conversion would write other bytes."""
+    with open_model(folder / "target") as model:
+        first = [name for name in model.expected if name.startswith("model.layers.0.")]
+    norms = [place for place, name in enumerate(first) if "layernorm" in name]
+    assert norms == [norms[0], norms[0] + 1]
+    assert all("self_attn" in name for name in first[: norms[0]]) and all(
+        "mlp" in name for name in first[norms[1] + 1 :]
+    )
+
+
 def test_truncation_stops_everything_else(tmp_path: Path) -> None:
     short = tmp_path / "short.gguf"
     end = max(entry.end for entry in read_gguf(SHIPPED[0]).tensors)
