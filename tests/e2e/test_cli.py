@@ -1,4 +1,4 @@
-"""The command line as scripts use it, on the real pair and in separate processes; refusals run in this process."""
+"""The command line on the real pair: verbs run in this process, and one of each kind as a script runs it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import cli
-
-__all__ = ["cli"]
 pytestmark = pytest.mark.e2e
 SLIPSTREAM = str(Path(sys.executable).parent / "slipstream")
 STATS = {
@@ -39,13 +36,9 @@ def slipstream(*arguments: str, stdin: str = "", code: int = 0) -> subprocess.Co
     return done
 
 
-def as_json(*arguments: str, stdin: str = "") -> Any:
-    return json.loads(slipstream(*arguments, "--json", stdin=stdin).stdout)
-
-
-def test_generate_prints_one_object_and_the_same_text_with_and_without_drafts() -> None:
+def test_generate_prints_one_object_and_the_same_text_with_and_without_drafts(as_json: Any) -> None:
     common = ("generate", "--target", "smollm2", "--prompt", "Count to ten.", "--chat", "--max-tokens", "32")
-    fast, plain = as_json(*common, "--mode", "chain"), as_json(*common, "--plain")
+    fast, plain = json.loads(slipstream(*common, "--mode", "chain", "--json").stdout), as_json(*common, "--plain")
     assert set(fast) == {"text", "token_ids", "finish_reason", "draft", "stats"}
     assert set(fast["stats"]) >= STATS
     assert (fast["text"], fast["token_ids"]) == (plain["text"], plain["token_ids"])
@@ -54,7 +47,7 @@ def test_generate_prints_one_object_and_the_same_text_with_and_without_drafts() 
     assert fast["stats"]["tau"] > 1 == plain["stats"]["tau"]
 
 
-def test_generate_shows_and_traces_a_tree(tmp_path: Path) -> None:
+def test_generate_shows_and_traces_a_tree(cli: Any, as_json: Any, tmp_path: Path) -> None:
     trace = tmp_path / "steps.jsonl"
     common = ("generate", "--prompt", "Count to ten.", "--chat", "--max-tokens", "24", "--mode", "tree:24")
     done = as_json(*common, "--show-drafts", "--trace", str(trace))
@@ -67,19 +60,19 @@ def test_generate_shows_and_traces_a_tree(tmp_path: Path) -> None:
     assert max(widths) == 24 and any(
         parent != row - 1 for step in done["steps"] for row, parent in enumerate(step["proposal"]["parents"])
     )
-    drawn = slipstream(*common, "--show-drafts")
-    assert drawn.stdout == done["text"] + "\n"
-    assert drawn.stderr.count("step ") >= len(lines) and "✓ " in drawn.stderr and "✗ " in drawn.stderr
+    drawn = cli(*common, "--show-drafts")
+    assert drawn.out == done["text"] + "\n"
+    assert drawn.err.count("step ") >= len(lines) and "✓ " in drawn.err and "✗ " in drawn.err
 
 
-def test_generate_reads_a_prompt_file_as_raw_text(tmp_path: Path) -> None:
+def test_generate_reads_a_prompt_file_as_raw_text(as_json: Any, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("The capital of France is")
     done = as_json("generate", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "5", "--dtype", "int8")
     assert "Paris" in done["text"]
     assert done["stats"]["prompt_tokens"] == 5
 
 
-def test_bench_compares_modes(tmp_path: Path) -> None:
+def test_bench_compares_modes(as_json: Any, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["Add 17 and 25.", "Now double it."]}\n{"turns": ["Name three colours."]}\n')
     picture = tmp_path / "plot.svg"
@@ -116,7 +109,7 @@ def test_chat_keeps_the_conversation() -> None:
     assert second["stats"]["drafted"] > 0
 
 
-def test_inspect_describes_target_and_drafter() -> None:
+def test_inspect_describes_target_and_drafter(as_json: Any) -> None:
     target = as_json("inspect", "smollm2")
     assert (target["architecture"], target["complete"], len(target["tensors"])) == ("llama", True, 272)
     drafter = as_json("inspect", "smollm2-dflash")

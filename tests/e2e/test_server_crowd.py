@@ -24,6 +24,6 @@ def test_requests_in_a_crowd_answer_as_each_does_alone(server: Server) -> None:
 
 
 def test_load_with_disconnects_leaves_nothing_behind(server: Server) -> None:
-    seen = promises.load(server, clients=40, tokens=16, seconds=5.0, warm_up=5.0)
+    seen = promises.load(server, clients=40, tokens=16, seconds=3.0, warm_up=3.0)
     assert seen.ok, seen.row()
     assert seen.refused, "there are more clients than slots and places in the queue, so some must have been refused"

@@ -58,7 +58,7 @@ def code_prompts() -> list[str]:
     return [turns[0] for turns in read_prompts("humaneval", 3)]
 
 
-def measured_tau(llm: LLM, prompts: int = 4, tokens: int = 96) -> float:
+def measured_tau(llm: LLM, prompts: int = 4, tokens: int = 64) -> float:
     """Tau on calculations, where acceptance is high and a fault shows most."""
     return checks.total_tau(llm, [turns[0] for turns in read_prompts("gsm8k", prompts)], tokens).tau
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +13,9 @@ from tests.adapters import write_random_adapter
 pytestmark = pytest.mark.e2e
 
 
-def bench(*arguments: str) -> dict[str, Any]:
-    threads = str(len(os.sched_getaffinity(0)))
-    command = [sys.executable, "-m", "slipstream.cli.main", "bench", *arguments, "--threads", threads, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def test_a_coarse_drafter_drafts_otherwise_and_changes_no_text(tmp_path: Path) -> None:
-    found = bench(
+def test_a_coarse_drafter_drafts_otherwise_and_changes_no_text(as_json: Any, tmp_path: Path) -> None:
+    found = as_json(
+        "bench",
         "--sweep",
         "draft=as-is,q4_0",
         "--prompts",
@@ -49,9 +37,10 @@ def test_a_coarse_drafter_drafts_otherwise_and_changes_no_text(tmp_path: Path) -
     assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
 
 
-def test_a_spoiling_adapter_really_costs_tau(tmp_path: Path) -> None:
+def test_a_spoiling_adapter_really_costs_tau(as_json: Any, tmp_path: Path) -> None:
     adapter = write_random_adapter(tmp_path / "noise", resolve("smollm2-dspark").path, ("fc",), size=1.0)
-    found = bench(
+    found = as_json(
+        "bench",
         "--draft-lora",
         str(adapter),
         "--prompts",

@@ -11,7 +11,6 @@ import pytest
 
 from slipstream.engine.llm import LLM
 from tests.e2e.serving import MODEL, Server, serve
-from tests.e2e.test_cli import as_json, slipstream
 from tests.helpers_models import smollm2_path
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +26,7 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def test_generate_drafts_from_the_text_alone(tmp_path: Path) -> None:
+def test_generate_drafts_from_the_text_alone(as_json: Any, tmp_path: Path) -> None:
     trace = tmp_path / "steps.jsonl"
     fast = as_json(*GENERATE, "--draft", "suffix", "--trace", str(trace))
     plain = as_json(*GENERATE, "--draft", "none")
@@ -43,11 +42,12 @@ def test_generate_drafts_from_the_text_alone(tmp_path: Path) -> None:
     assert all(line["proposal"]["sources"][0] is None for line in lines)
 
 
-def test_a_target_without_a_known_drafter_drafts_from_its_text_by_default() -> None:
+def test_a_target_without_a_known_drafter_drafts_from_its_text_by_default(cli: Any, as_json: Any) -> None:
     done = as_json(*GENERATE, "--target", str(smollm2_path()))
     assert done["draft"] == "suffix" and done["stats"]["accepted_by_source"]["text"] > 0
-    refused = slipstream(*GENERATE, "--target", str(smollm2_path()), "--mode", "chain", code=2)
-    assert "mode 'chain' needs a drafter" in refused.stderr and "use mode auto" in refused.stderr
+    refused = cli(*GENERATE, "--target", str(smollm2_path()), "--mode", "chain")
+    assert refused.code == 2
+    assert "mode 'chain' needs a drafter" in refused.err and "use mode auto" in refused.err
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7}])
@@ -97,8 +97,8 @@ def test_a_fixed_shape_is_refused_by_a_server_without_a_drafter(server: Server) 
     assert status == 400 and b"mode 'chain' needs a drafter" in answer
 
 
-def test_a_server_without_a_drafter_passes_the_smoke_test(server: Server) -> None:
-    result = json.loads(slipstream("smoke", server.url, "--json").stdout)
+def test_a_server_without_a_drafter_passes_the_smoke_test(server: Server, as_json: Any) -> None:
+    result = as_json("smoke", server.url)
     seen = {check["name"]: (check["verdict"], check["sentence"]) for check in result["servers"][0]["checks"]}
     assert "fail" not in {verdict for verdict, _ in seen.values()}, seen
     assert seen["drafter and mode listed"] == ("pass", f"its own text drafts for {MODEL}, mode auto")
