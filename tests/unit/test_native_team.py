@@ -1,14 +1,17 @@
-"""The cores to which the threads of a team are pinned."""
+"""The cores to which the threads of a team are pinned, and the number of torch's own threads."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.kernels.cpu.native_library import library
+from tests.tiny import keep_threads, tiny_llm
 
 WAIT_S = 30  # on a busy machine a thread may get its core only after a long time
 PROBE = f"""
@@ -36,3 +39,13 @@ def test_only_a_team_that_fills_its_cores_is_pinned() -> None:
     teams = [str(size) for size in (cores, cores + 1, cores, max(1, cores - 1))]
     done = subprocess.run([sys.executable, "-c", PROBE, *teams], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_model_of_a_process_has_its_own_number_of_torch_threads(tmp_path: Path) -> None:
+    """Torch's threads would otherwise spin on the cores that the threads of a compiled model need."""
+    with keep_threads():
+        few, many = (tiny_llm(tmp_path, threads=count) for count in (1, 2))
+        for llm, count in ((few, 1), (many, 2), (few, 1)):
+            torch.set_num_threads(3)
+            llm.generate("a", max_tokens=2)
+            assert torch.get_num_threads() == count

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from slipstream.cache.cpu.page_pools import KvPools, PoolShape, PoolShapes
 from slipstream.cache.cpu.state_tensors import StateTensors, Stretch
 from slipstream.config import PAGE_TOKENS, EngineConfig
@@ -44,6 +46,7 @@ class CpuExecutor:
         self.tapped_layers: Sequence[int] = draft.config.target_layer_ids if draft is not None else ()
         self._draft_window = draft_window
         self._progress = progress
+        self._torch_threads = torch.get_num_threads()
         self.variants = DraftVariants(self.blocks(draft) if draft is not None else None)
 
     @classmethod
@@ -81,6 +84,7 @@ class CpuExecutor:
         return self.exact
 
     def forward(self, works: Sequence[RowWork]) -> ForwardResult:
+        self._set_threads()
         batch, starts, wanted = self._batch(works)
         if self.memory.state_tensors is not None:
             batch.recurrent = _recurrent_step(self.memory.state_tensors, works)
@@ -98,10 +102,19 @@ class CpuExecutor:
     def measure_costs(self) -> CostTable:
         from slipstream.engine.cpu.cpu_costs import measure_costs
 
+        self._set_threads()
         return measure_costs(self.target, self._draft, self._progress)
 
     def prepare_batches(self) -> None:
         """A CPU has nothing to prepare for batches."""
+
+    def _set_threads(self) -> None:
+        """Gives torch the number of threads that it had when this executor was made.
+
+        Another model that was loaded since may have set another number for the whole process.
+        """
+        if torch.get_num_threads() != self._torch_threads:
+            torch.set_num_threads(self._torch_threads)
 
     def _batch(self, works: Sequence[RowWork]) -> tuple[RowBatch, list[int], list[int]]:
         """All rows, the first row of each work item, and the rows that need logits."""
