@@ -34,21 +34,23 @@ from slipstream.types import Gate, Mode, Proposal, Source, Verdict
 
 # Milliseconds of the default pair on two cores of an AMD EPYC, when nothing else ran; drafts by slots.
 STEPS = {
-    1: 2.75,
-    2: 3.0,
-    3: 3.08,
-    4: 3.11,
-    5: 3.14,
-    6: 3.3,
-    8: 4.0,
-    9: 4.67,
-    12: 5.1,
-    16: 6.3,
-    24: 9.0,
-    32: 11.2,
-    64: 21.3,
+    1: 2.52,
+    2: 2.75,
+    3: 2.82,
+    4: 2.9,
+    5: 3.05,
+    6: 3.15,
+    7: 3.6,
+    8: 3.75,
+    9: 4.4,
+    12: 4.8,
+    13: 5.5,
+    16: 5.8,
+    24: 8.4,
+    32: 10.4,
+    64: 20.0,
 }
-DRAFTS = {3: 1.6, 7: 1.65, 15: 1.96}
+DRAFTS = {3: 1.47, 5: 1.54, 7: 1.68, 15: 2.11}
 GROW_MS, CHOOSE_MS, TEXT_MS = 0.12, 0.13, 0.02  # what the host takes for a draft, for a choice, and for a text's index
 BRANCHING = 1.05  # trees that branch take this many times as long as chains
 NOISE, SLOW_SHARE, SLOW = 0.04, 0.02, 2.5  # deviations of timings, and how often a timing is how many times too long

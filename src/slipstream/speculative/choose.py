@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LEAST_SHARE = 0.6
 # Numbers of drafted slots that are compared, besides the full block. With fewer options, drafts are too shallow or too
 # deep.
-SLOT_OPTIONS = (3, 7, 15, 31)
+SLOT_OPTIONS = (3, 5, 7, 15, 31)
 
 
 class View(NamedTuple):

@@ -40,13 +40,12 @@ _TRIAL_NODES = 3  # nodes that a trial verifies at least; without any, it would 
 # The share of the newest draft in the means of one request, and in those of its kind. A larger share follows luck, a
 # smaller one follows a change of the text too slowly.
 _NEWEST_OWN, _NEWEST_OF_KIND = 0.08, 0.03
-_KIND_DRAFTS = 6  # the means that a new request takes over from its kind count as at most so many drafts of its own
 # Calls that one plan serves at most: with drafts, whose prospects change slowly, and without, where only the budget for
 # trials grows. Planning anew for each call takes 1 to 2 % of a small step.
 _HELD_DRAFTING, _HELD_PLAIN = 4, 64
 # Nodes down to this share of a row's average price are grown, because costs rise in jumps and some rows are free.
 _FLOOR_SHARE = 0.5
-_UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token before any draft of a kind was verified
+_UNKNOWN_CHANCE = 0.7  # the assumed acceptance probability of each token of which nothing is known yet
 # The speed over plain decoding, which sets the price of a millisecond, is a ratio of two sums over the steps. At each
 # step both sums keep this share.
 _SPEED_KEEP = 0.95
@@ -89,7 +88,7 @@ class RecentMeans:
     def __init__(self, assumed: Sequence[float], kind: RecentMeans | None = None) -> None:
         self._newest = _NEWEST_OF_KIND if kind is None else _NEWEST_OWN
         self.values: list[float] = list(assumed if kind is None else kind.values)
-        self.drafts: int = 0 if kind is None else min(_KIND_DRAFTS, kind.drafts)
+        self.drafts: int = 0 if kind is None else kind.drafts
 
     @property
     def share(self) -> float:

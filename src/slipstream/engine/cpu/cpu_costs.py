@@ -29,7 +29,7 @@ from slipstream.types import BASE_VARIANT, Progress, Proposal, SamplingParams
 
 # Rows of the timed steps. Kernels work on several rows at once, so costs rise in jumps: with a straight line between 4
 # and 8 rows the policy chose 5 rows, which cost nearly as much as 8 (docs/log.md).
-_ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)
+_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 24, 32, 64)
 _TREE_ROWS = (4, 8, 16, 32)  # rows of the timed trees, which cost 4 to 8 % more than chains (docs/log.md)
 _CONTEXT = 64  # tokens before the timed rows; timings of real steps show what a longer context costs
 # Actions run in turns until each had 6 runs that no other process disturbed, which takes 0.7 s on an idle machine with
@@ -72,15 +72,22 @@ def measure_costs(target: Decoder, drafter: DFlashDrafter | None, progress: Prog
         if blocks is not None:
             contexts.write(result, [(0, [0])])
 
+    def draft(count: int) -> None:
+        if blocks is not None:
+            blocks.draft([DraftJob(state, sampler, count, CANDIDATES)])
+
     actions: dict[Action, Callable[[], object]] = {}
     for rows in _ROWS:
         actions["step", rows] = partial(step, rows)
     for rows in _TREE_ROWS:
         actions["tree", rows] = partial(step, rows, Proposal((1,) * rows, (-1, *(row // 2 for row in range(rows - 1)))))
     for count in slots:
-        assert blocks is not None
-        actions["draft", count] = partial(blocks.draft, [DraftJob(state, sampler, count, CANDIDATES)])
-    times = _take_turns(actions, progress)
+        actions["draft", count] = partial(draft, count)
+    # What ran before decides which weights lie in the processor's caches: a plain step usually follows a plain step, a
+    # verify step follows a draft, and a draft follows a verify step.
+    plain, some = partial(step, 1), partial(draft, slots[0] if slots else 0)
+    before = {name: plain if name == ("step", 1) or name[0] == "draft" else some for name in actions}
+    times = _take_turns(actions, before, progress)
     table = CostTable({rows: times["step", rows] for rows in _ROWS}, {count: times["draft", count] for count in slots})
     for rows in _TREE_ROWS:
         table.teach(StepShape(1, rows, _CONTEXT, sampled=False, branching=True), times["tree", rows])
@@ -91,8 +98,12 @@ def _chain(rows: int) -> Proposal:
     return Proposal((1,) * rows, tuple(range(-1, rows - 1)))
 
 
-def _take_turns(actions: Mapping[Action, Callable[[], object]], progress: Progress | None) -> dict[Action, float]:
-    """Returns how long each action takes while no other process takes a core away.
+def _take_turns(
+    actions: Mapping[Action, Callable[[], object]],
+    before: Mapping[Action, Callable[[], object]],
+    progress: Progress | None,
+) -> dict[Action, float]:
+    """Returns how long each action takes after another, while no other process takes a core away.
 
     The actions take turns, so that a busy spell of the machine does not fall on one of them alone. The widest step runs
     once before the clock starts, because the first access to new memory is slow.
@@ -102,6 +113,7 @@ def _take_turns(actions: Mapping[Action, Callable[[], object]], progress: Progre
     started, rounds, clean = time.perf_counter(), 0, 0
     while rounds < _LEAST_ROUNDS or (clean < _CLEAN_RUNS and time.perf_counter() - started < _MOST_SECONDS):
         for name, action in actions.items():
+            before[name]()
             runs[name].append(_timed(action))
         rounds, clean = rounds + 1, min(sum(run.clean for run in own) for own in runs.values())
         if progress is not None:

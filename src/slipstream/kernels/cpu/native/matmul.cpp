@@ -29,9 +29,9 @@ void tile_rows(const SlipMatrix& matrix, const uint8_t* tile, const RowsIn& in, 
     for (int r = 0; r < R; ++r) total[r] = set1(0.0f);
     size_t at = in.block(group, 0);
     for (int index = 0; index < blocks; ++index, ++at) {
-        // a single row keeps memory busy; with several rows memory would be idle during the sums, so the next tile is
-        // fetched
-        if (R >= 4) prefetch_block<K>(tile + tile_bytes(K, matrix.inputs), index);
+        // memory would be idle during the sums, so the next tile is fetched; without this a step of one row takes a
+        // fifth longer (docs/log.md)
+        prefetch_block<K>(tile + tile_bytes(K, matrix.inputs), index);
         const WeightCodes<K> codes(tile, index);
         const WeightFactors<K> factors(tile, index);
         const BlockRows rows(in.main, at, width, first);
