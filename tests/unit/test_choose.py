@@ -182,6 +182,8 @@ def test_without_a_drafter_nothing_is_drafted() -> None:
     assert best_draft(costs, times(costs, 1, 15), (3, 7), []) == DraftChoice(3, 0, 0.0)
 
 
-@pytest.mark.parametrize(("deepest", "options"), [(0, ()), (1, (1,)), (3, (3,)), (7, (3, 5, 7)), (20, (3, 5, 7, 15, 20))])
+@pytest.mark.parametrize(
+    ("deepest", "options"), [(0, ()), (1, (1,)), (3, (3,)), (7, (3, 5, 7)), (20, (3, 5, 7, 15, 20))]
+)
 def test_few_numbers_of_slots_are_compared(deepest: int, options: tuple[int, ...]) -> None:
     assert slot_options(deepest) == options
