@@ -75,7 +75,7 @@ def test_empty_prompt(llm: LLM, settings: dict[str, object]) -> None:
 
 
 def test_dense_fp32_differs_at_most_in_near_ties() -> None:
-    report = checks.identity(checks.real_pair("fp32"), checks.eval_prompts(2), 32, checks.GREEDY)
+    report = checks.identity(checks.real_pair("fp32"), checks.eval_prompts(1), 32, checks.GREEDY)
     assert report.ok, report.row()
 
 

@@ -11,6 +11,7 @@ TOKENS = 512
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weight_format", ["auto", "int4"])
 def test_a_format_predicts_like_fp32(weight_format: WeightFormat) -> None:
     seen = quality((weight_format,), TOKENS)[weight_format]

@@ -56,6 +56,7 @@ def test_real_weights_lose_no_more_than_with_llama_cpp(type_name: str) -> None:
     assert np.square(ours - values).sum() <= 1.001 * np.square(theirs - values).sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("recipe", "least"), [("q4-mix", 0.9), ("q4_k_m", 0.93)])
 def test_a_quantised_drafter_accepts_nearly_as_much(made: Path, recipe: RecipeName, least: float) -> None:
     report = quantised("smollm2-dspark", made, recipe)

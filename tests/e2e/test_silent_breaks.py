@@ -89,7 +89,7 @@ def run_ids(llm: LLM, ids: Sequence[int], tokens: int = TOKENS, **settings: obje
 
 
 def test_1_prefix_restored_without_its_draft_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = checks.eval_prompts(3)
+    prompts = checks.eval_prompts(2)
     report = checks.prefix_hits(llm, prompts, TOKENS, checks.GREEDY)
     assert report.cached_share > 0.5
     assert report.tau_ratio == pytest.approx(1.0, abs=0.02)
@@ -276,7 +276,7 @@ def test_7_causal_block_where_the_drafter_is_bidirectional(monkeypatch: pytest.M
 
 
 def test_9_sums_that_depend_on_the_row_count(torch_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = checks.eval_prompts(2)
+    prompts = checks.eval_prompts(1)
     assert checks.identity(torch_llm, prompts, TOKENS, checks.GREEDY).ok
     for layer in torch_llm.engine.executor.target.layers:
         mlp: Any = layer.parts[1]
