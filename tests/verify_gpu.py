@@ -125,7 +125,7 @@ def gpu_pair(report: Report) -> None:
         promise = f"{drafts}{line['weights']}, {line['set']}, T {line['temperature']:g}, {line['mode']}: {command}"
         report.add(promise, text, same == of, **values, same=same, of=of)
     _compare_auto(report, found.get("modes", ()))
-    for line in found.get("theirs", ()):
+    for line in found.get("peers", ()):
         text = f"{line['tokens_per_s']} tok/s, {line['ms_per_step']} ms a step, tau {line['tau']}"
         report.add(f"the same weights, {line['set']}, {line['who']}", text, True, tok_s=line["tokens_per_s"])
     for line in found.get("batches", ()):

@@ -6,7 +6,7 @@ the same weights in `transformers` and in the authors' loop.
 
 The parts are: modes (every mode on every evaluation set, texts compared), native (weights as the file stores them),
 text (the target without a drafter), batches (throughput at 1, 4, 16 and 64 sequences), hosts (the host's share of each
-step at these sizes), syncs (how often the host waits for the device), `theirs` (transformers and the authors' loop).
+step at these sizes), syncs (how often the host waits for the device), peers (transformers and the authors' loop).
 """
 
 # mypy: disable-error-code="arg-type, unused-ignore"
@@ -266,10 +266,10 @@ def syncs(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def theirs(options: argparse.Namespace) -> list[Row]:
+def peers(options: argparse.Namespace) -> list[Row]:
     """Runs `transformers` and the authors' loop on the weights that `modes` ran in bf16."""
     from dflash.model import dflash_generate
-    from theirs import build_drafter, build_target
+    from peer_models import build_drafter, build_target
 
     device = torch.device(options.device)
     llm = load(options, "bf16")
@@ -323,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("draft", type=Path)
-    parser.add_argument("--parts", default="modes,native,text,batches,hosts,syncs,theirs")
+    parser.add_argument("--parts", default="modes,native,text,batches,hosts,syncs,peers")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64])
@@ -350,7 +350,7 @@ def main() -> None:
         elif part == "syncs":
             found[part] = syncs(options)
         else:
-            found[part] = theirs(options)
+            found[part] = peers(options)
         print(f"-- {part}: {time.perf_counter() - began:.0f} s", flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(found, indent=1))

@@ -33,7 +33,7 @@ STEPS = {
     "steps_contexts": ["step_times.py", "--contexts", "1024,8192,32768", "--widths", "16"],
     "steps_batches": ["step_times.py", "--batches", "1,4,16,64"],
 }
-PAIR = {"real_pair": ["real_pair.py", "TARGET", "DRAFTER", "--parts", "batches,modes,text,syncs,theirs"]}
+PAIR = {"real_pair": ["real_pair.py", "TARGET", "DRAFTER", "--parts", "batches,modes,text,syncs,peers"]}
 TIMED = {**PAIR, **STEPS, "families": ["family_steps.py"]}  # the most important jobs come first
 TINY_PAIR = ["--device", "cpu", "--limit", "1", "--tokens", "8", "--batches", "2", "--parts", "modes,text,batches"]
 SIDE_BY_SIDE = 4  # checks that run at the same time; some of them start several processes themselves

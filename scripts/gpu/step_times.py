@@ -157,7 +157,7 @@ def kernel_times(launch: Callable[[], object], device: torch.device, steps: int 
 def reference_lines(options: argparse.Namespace, bench: Bench) -> list[dict[str, object]]:
     """Times a plain token of `transformers` and a step of the authors' loop, with random weights of the same shape."""
     from dflash.model import dflash_generate
-    from theirs import build_random_pair
+    from peer_models import build_random_pair
 
     target, drafter = build_random_pair(bench.shape, bench.drafter.config, bench.device)
     ids = torch.randint(5, bench.shape.vocab_size, (1, options.contexts[0]), device=bench.device)
