@@ -32,9 +32,9 @@ from slipstream.types import BASE_VARIANT, Progress, Proposal, SamplingParams
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 24, 32, 64)
 _TREE_ROWS = (4, 8, 16, 32)  # rows of the timed trees, which cost 4 to 8 % more than chains (docs/log.md)
 _CONTEXT = 64  # tokens before the timed rows; timings of real steps show what a longer context costs
-# Actions run in turns until each had 6 runs that no other process disturbed, which takes 0.7 s on an idle machine with
-# the shipped pair. After 2 rounds the measurement also ends when it has taken 1.5 s, because a first request waits for
-# it. With fewer runs, one that a shared cache or the hypervisor slowed down may be taken for the cost.
+# Actions run in turns until each had 6 runs that no other process disturbed. After 2 rounds the measurement also ends when
+# it has taken 1.5 s, because a first request waits for it; with the shipped pair on two idle cores it takes 1.6 s. With
+# fewer runs, one that a shared cache or the hypervisor slowed down may be taken for the cost.
 _CLEAN_RUNS, _LEAST_ROUNDS, _MOST_SECONDS = 6, 2, 1.5
 
 Action = tuple[str, int]
@@ -85,8 +85,8 @@ def measure_costs(target: Decoder, drafter: DFlashDrafter | None, progress: Prog
         actions["draft", count] = partial(draft, count)
     # What ran before decides which weights lie in the processor's caches: a plain step usually follows a plain step, a
     # verify step follows a draft, and a draft follows a verify step.
-    plain, some = partial(step, 1), partial(draft, slots[0] if slots else 0)
-    before = {name: plain if name == ("step", 1) or name[0] == "draft" else some for name in actions}
+    plain_step, short_draft = partial(step, 1), partial(draft, slots[0] if slots else 0)
+    before = {name: plain_step if name == ("step", 1) or name[0] == "draft" else short_draft for name in actions}
     times = _take_turns(actions, before, progress)
     table = CostTable({rows: times["step", rows] for rows in _ROWS}, {count: times["draft", count] for count in slots})
     for rows in _TREE_ROWS:
@@ -103,7 +103,7 @@ def _take_turns(
     before: Mapping[Action, Callable[[], object]],
     progress: Progress | None,
 ) -> dict[Action, float]:
-    """Returns how long each action takes after another, while no other process takes a core away.
+    """Returns how long each action takes right after its entry in `before`, while no other process takes a core away.
 
     The actions take turns, so that a busy spell of the machine does not fall on one of them alone. The widest step runs
     once before the clock starts, because the first access to new memory is slow.
