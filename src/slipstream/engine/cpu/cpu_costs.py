@@ -32,9 +32,9 @@ from slipstream.types import BASE_VARIANT, Progress, Proposal, SamplingParams
 _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 24, 32, 64)
 _TREE_ROWS = (4, 8, 16, 32)  # rows of the timed trees, which cost 4 to 8 % more than chains (docs/log.md)
 _CONTEXT = 64  # tokens before the timed rows; timings of real steps show what a longer context costs
-# Actions run in turns until each had 6 runs that no other process disturbed. After 2 rounds the measurement also ends when
-# it has taken 1.5 s, because a first request waits for it; with the shipped pair on two idle cores it takes 1.6 s. With
-# fewer runs, one that a shared cache or the hypervisor slowed down may be taken for the cost.
+# Actions run in turns until each had 6 runs that no other process disturbed. After 2 rounds the measurement also ends
+# when it has taken 1.5 s, because a first request waits for it; with the shipped pair on two idle cores it takes 1.6 s.
+# With fewer runs, one that a shared cache or the hypervisor slowed down may be taken for the cost.
 _CLEAN_RUNS, _LEAST_ROUNDS, _MOST_SECONDS = 6, 2, 1.5
 
 Action = tuple[str, int]
