@@ -84,7 +84,7 @@ def measure_costs(target: Decoder, drafter: DFlashDrafter | None, progress: Prog
     for count in slots:
         actions["draft", count] = partial(draft, count)
     # What ran before decides which weights lie in the processor's caches: a plain step usually follows a plain step, a
-    # verify step follows a draft, and a draft follows a verify step.
+    # verify step follows a draft, and a draft follows a step of the target.
     plain_step, short_draft = partial(step, 1), partial(draft, slots[0] if slots else 0)
     before = {name: plain_step if name == ("step", 1) or name[0] == "draft" else short_draft for name in actions}
     times = _take_turns(actions, before, progress)
